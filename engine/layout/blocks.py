@@ -1,0 +1,52 @@
+"""`Block` and `Layout`: how flat indices on one side map to flat indices on another.
+
+A block is a hyper-rectangle with one offset and one stride vector per side. The multi-index (k_0, …, k_{d-1}),
+0 <= k_j < shape[j], is element `src_offset + Σ k_j·src_strides[j]` of the source and
+`dst_offset + Σ k_j·dst_strides[j]` of the destination. A `Layout` is a list of blocks that together map every source
+element it covers to exactly one destination element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from engine.errors import LayoutError
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One rectangular affine piece of a layout. All numbers count elements; strides may not be negative."""
+
+    shape: tuple[int, ...]
+    src_offset: int
+    src_strides: tuple[int, ...]
+    dst_offset: int
+    dst_strides: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        d = len(self.shape)
+        if len(self.src_strides) != d or len(self.dst_strides) != d:
+            raise LayoutError(f"block with {d} dimensions has strides of other lengths: {self}")
+        if any(n < 1 for n in self.shape):
+            raise LayoutError(f"block shape must be positive everywhere: {self.shape}")
+        if min((self.src_offset, self.dst_offset, *self.src_strides, *self.dst_strides)) < 0:
+            raise LayoutError(f"block offsets and strides may not be negative: {self}")
+
+    @property
+    def numel(self) -> int:
+        """Number of elements the block maps."""
+        return prod(self.shape)
+
+    def to_json(self) -> list[object]:
+        """`[shape, src_offset, src_strides, dst_offset, dst_strides]`, the form used in records and chunk headers."""
+        return [list(self.shape), self.src_offset, list(self.src_strides), self.dst_offset, list(self.dst_strides)]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Blocks mapping a source of `src_numel` elements to a destination of `dst_numel` elements."""
+
+    blocks: tuple[Block, ...]
+    src_numel: int
+    dst_numel: int
