@@ -13,6 +13,9 @@ from math import prod
 
 from engine.errors import LayoutError
 
+TILE_LANES = 1 << 16
+"""16-bit lanes in a tile: the unit of detection, of the publisher's proof and of dense fallback."""
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -37,6 +40,45 @@ class Block:
     def numel(self) -> int:
         """Number of elements the block maps."""
         return prod(self.shape)
+
+    @property
+    def src_last(self) -> int:
+        """The highest source index the block touches."""
+        return self.src_offset + sum((n - 1) * s for n, s in zip(self.shape, self.src_strides, strict=True))
+
+    @property
+    def dst_last(self) -> int:
+        """The highest destination index the block touches."""
+        return self.dst_offset + sum((n - 1) * s for n, s in zip(self.shape, self.dst_strides, strict=True))
+
+    def swapped(self) -> Block:
+        """The same pairs of elements with source and destination exchanged."""
+        return Block(self.shape, self.dst_offset, self.dst_strides, self.src_offset, self.src_strides)
+
+    def normalised(self) -> Block:
+        """The same pairs with the fewest dimensions, at least one, outermost source stride first.
+
+        Dimensions of size 1 are dropped and neighbours that continue each other on both sides are fused, so the last
+        dimension is the longest run in source order.
+        """
+        dims = sorted(
+            (d for d in zip(self.shape, self.src_strides, self.dst_strides, strict=True) if d[0] > 1),
+            key=lambda d: (-d[1], -d[2]),
+        )
+        fused: list[tuple[int, int, int]] = []
+        for n, s, t in dims:
+            if fused and fused[-1][1] == n * s and fused[-1][2] == n * t:
+                fused[-1] = (fused[-1][0] * n, s, t)
+            else:
+                fused.append((n, s, t))
+        fused = fused or [(1, 1, 1)]
+        return Block(
+            tuple(d[0] for d in fused),
+            self.src_offset,
+            tuple(d[1] for d in fused),
+            self.dst_offset,
+            tuple(d[2] for d in fused),
+        )
 
     def to_json(self) -> list[object]:
         """`[shape, src_offset, src_strides, dst_offset, dst_strides]`, the form used in records and chunk headers."""
