@@ -6,11 +6,11 @@ loses a put-if-absent race can read back and compare. Digests travel as 16 hex d
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-SCHEMA = 1
+SCHEMA: Final = 1
 
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -177,7 +177,7 @@ class AbortDecision(Record):
     run: RunId
     version: Count
     epoch: Annotated[int, Field(ge=1)]
-    reason: Literal["unchanged", "revoked", "spool-lost", "superseded"]
+    reason: Literal["unchanged", "revoked", "spool-lost", "superseded", "rejected"]
     hmac: Sha256 | None = None
 
 
