@@ -1,0 +1,1 @@
+"""The parts of the publisher role: jobs, rank sessions, worker processes, uploads."""

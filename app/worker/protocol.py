@@ -1,0 +1,221 @@
+"""What the daemon asks a worker, and what it answers. Both sides parse every message with these models.
+
+A request is `{"id": n, "op": name, …}`; the answer carries the same id and is `{"id", "ok": …}` or `{"id", "error": …}`.
+Between them an `encode` sends `{"id", "chunk": …}` for every chunk that is complete on disk.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from clients.protocol import Model, RankRegistration, SliceSpec, SyncRequest
+from engine.errors import CodecError, DteError, InvalidInput, LayoutError, StateConflict, UnsupportedOptimizer
+from engine.records.models import Count, SliceDecl, SliceResult
+from transports.memory.shm import SharedMemoryError, SharedMemoryInvalid
+
+
+class SpoolFull(DteError):
+    """The spool's disk has no room. What was read is dropped whole; nothing half-written stays."""
+
+    code = "spool-full"
+
+
+class SpoolLost(DteError):
+    """A version that was promised can no longer be encoded: its spool is gone or damaged."""
+
+    code = "spool-lost"
+
+
+class WorkerOptions(Model):
+    """Settings a worker needs. `group_tiles`: tiles detected at once, which bounds its extra memory."""
+
+    backend: str = "cpu"
+    threads: Annotated[int, Field(ge=1)] = 1
+    dense_fraction: Annotated[float, Field(gt=0, le=1)] = 0.25
+    chunk_bytes: Annotated[int, Field(ge=1 << 16)] = 8 << 20
+    group_tiles: Annotated[int, Field(ge=1)] = 64
+
+
+class Open(Model):
+    """Map the trainer's memory and load the ledger, if there is one. The first request of every worker."""
+
+    op: Literal["open"] = "open"
+    registration: RankRegistration
+    spool: str
+    options: WorkerOptions
+
+
+class Opened(Model):
+    """`attached`: the trainer's memory is mapped; else `why` not (a dead trainer's spool can still be encoded).
+    `exact_replay` names the formulas that passed the self-test. The rest mirrors the ledger; `read` is False when there
+    is none."""
+
+    attached: bool
+    why: str = ""
+    exact_replay: dict[str, bool] = Field(default_factory=dict)
+    read: bool = False
+    epoch: int | None = None
+    step: int | None = None
+    base: int | None = None
+    in_flight: int | None = None
+    in_flight_step: int | None = None
+    ledger_damaged: bool = False
+
+
+class Initial(Model):
+    """Read every slice under the registration's hold and remember its tile digests."""
+
+    op: Literal["initial"] = "initial"
+    generation: Count
+    hold: Count
+
+
+class InitialDone(Model):
+    revoked: bool = False
+    slices: list[SliceDecl] = Field(default_factory=list)
+
+
+class Begin(Model):
+    """The epoch is open. `differs` None: every tensor goes dense. With `version`, that version is in flight afterwards
+    (under the hold its dense lanes are spooled); without, nothing differs. The hold is released at the end."""
+
+    op: Literal["begin"] = "begin"
+    epoch: Annotated[int, Field(ge=1)]
+    version: int | None
+    base: int | None
+    differs: list[str] | None
+    generation: Count
+    hold: Count
+
+
+class Read(Model):
+    """Read one step. `base`: the newest commit, which must be the ledger's. Releases the hold when durable."""
+
+    op: Literal["read"] = "read"
+    sync: SyncRequest
+    base: int | None
+
+
+class ReadDone(Model):
+    """`revoked`: the trainer took the hold back, nothing was learned. `detail`: counters of this read (elements
+    ambiguous and resolved, tiles by fate, slices by counter). `published`: the version that is in flight now."""
+
+    revoked: bool = False
+    published: int | None = None
+    detail: dict[str, int] = Field(default_factory=dict)
+    timings_ms: dict[str, float] = Field(default_factory=dict)
+
+
+class Encode(Model):
+    """Write the chunks of the version in flight into the spool. Always from the start; the bytes come out the same."""
+
+    op: Literal["encode"] = "encode"
+    version: Count
+
+
+class EncodedChunkFile(Model):
+    """A chunk complete on disk."""
+
+    seq: Count
+    path: str
+    sha256: str
+    size_bytes: Count
+    raw_bytes: Count
+    entries: Count
+
+
+class EncodeDone(Model):
+    """`detail` and `timings_ms` are those of the read that put the version in flight, for its part."""
+
+    chunks: Count
+    step: Count
+    base: int | None
+    slices: list[SliceResult]
+    detail: dict[str, int] = Field(default_factory=dict)
+    timings_ms: dict[str, float] = Field(default_factory=dict)
+
+
+class Settle(Model):
+    """The version in flight is decided: drop it, or fold it back into pending."""
+
+    op: Literal["settle"] = "settle"
+    version: Count
+    committed: bool
+
+
+class Rebase(Model):
+    """The ledger was lost after the epoch opened: all tiles go dense, with the slice digests of the newest commit."""
+
+    op: Literal["rebase"] = "rebase"
+    epoch: Annotated[int, Field(ge=1)]
+    base: int | None
+    digests: list[str | None]
+
+
+class Release(Model):
+    """Give a hold back without reading."""
+
+    op: Literal["release"] = "release"
+    hold: Count
+
+
+class Done(Model):
+    pass
+
+
+Request = Annotated[
+    Open | Initial | Begin | Read | Encode | Settle | Rebase | Release,
+    Field(discriminator="op"),
+]
+
+_ERRORS: dict[str, type[DteError]] = {
+    e.code: e
+    for e in (
+        CodecError,
+        InvalidInput,
+        LayoutError,
+        SharedMemoryError,
+        SharedMemoryInvalid,
+        SpoolFull,
+        SpoolLost,
+        StateConflict,
+        UnsupportedOptimizer,
+    )
+}
+
+
+def error_to_json(error: DteError) -> dict[str, str]:
+    return {"code": error.code, "message": error.message, "remedy": error.remedy}
+
+
+def error_from_json(data: dict[str, str]) -> DteError:
+    """The error a worker reported, as the class it had there (DteError if unknown)."""
+    kind = _ERRORS.get(data.get("code", ""), DteError)
+    return kind(data.get("message", "the worker failed."), remedy=data.get("remedy", ""))
+
+
+__all__ = [
+    "Begin",
+    "Done",
+    "Encode",
+    "EncodeDone",
+    "EncodedChunkFile",
+    "Initial",
+    "InitialDone",
+    "Open",
+    "Opened",
+    "Read",
+    "ReadDone",
+    "Rebase",
+    "Release",
+    "Request",
+    "Settle",
+    "SliceSpec",
+    "SpoolFull",
+    "SpoolLost",
+    "WorkerOptions",
+    "error_from_json",
+    "error_to_json",
+]
