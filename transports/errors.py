@@ -23,6 +23,12 @@ class ObjectNotFound(StoreError):
     code = "object-not-found"
 
 
+class KeyConflict(StoreError):
+    """An object and a prefix of other objects want the same name (`a` beside `a/b`), which directories cannot hold."""
+
+    code = "key-conflict"
+
+
 class ObjectTooLarge(StoreError):
     """The object is longer than the caller allows."""
 

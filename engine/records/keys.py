@@ -6,7 +6,7 @@ import re
 
 from engine.errors import InvalidInput
 
-_SEGMENT = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,254}$")
+_SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 MAX_KEY_LENGTH = 1024
 
 
@@ -16,7 +16,7 @@ def check_key(key: str) -> str:
     Segments are separated by single slashes and match `[A-Za-z0-9][A-Za-z0-9._-]*`, so no segment can be empty, `.`,
     `..`, hidden, absolute, or hold a backslash, a NUL or a percent sign.
     """
-    if not 1 <= len(key) <= MAX_KEY_LENGTH or not all(_SEGMENT.match(s) for s in key.split("/")):
+    if not 1 <= len(key) <= MAX_KEY_LENGTH or not all(_SEGMENT.fullmatch(s) for s in key.split("/")):
         raise InvalidInput(
             f"not a valid store key: {key[:80]!r}.",
             remedy="Use slash-separated segments of letters, digits, '.', '_' and '-', each starting alphanumeric.",
