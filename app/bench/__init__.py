@@ -1,0 +1,1 @@
+"""Benchmarks on state recorded from the demo's RL run: construct, wire and memory."""
