@@ -1,0 +1,158 @@
+"""The proven interval around θ_{t-1} for every optimizer whose step is θ ← c·θ − s·m/(√v/b + ε).
+
+Invariant: the FP32 value that the parameter had before the step lies in the interval, whatever order, fusion or
+approximation the implementation used, as long as its errors stay within the `StepBound` its formula states. The
+derivation is in docs/numerics.md, section 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from engine.bf16 import MAX_FINITE_FP32_FOR_BF16
+from engine.optimizers.base import Interval, StepContext
+
+U = 2.0**-24
+"""Unit roundoff of FP32 (half an ulp, relative)."""
+ROUND_ABS = 2.0**-150
+"""Absolute error of one FP32 rounding in the subnormal range."""
+FLUSH_ABS = 2.0**-126
+"""Absolute error of one operation that flushes subnormals to zero."""
+ROOT_ABS = 2.0**-75
+"""Absolute error of √x when x itself was rounded in the subnormal range (√ROUND_ABS)."""
+ROOT_FLUSH_ABS = 2.0**-63
+"""Absolute error of √x when x was flushed to zero (√FLUSH_ABS)."""
+MIN_STEP = 2.0**-100
+"""Below this (and above 0) the step size nears the subnormal range and no bound is claimed."""
+
+_MOMENT_REL = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
+_MOMENT_ABS = {torch.float32: 0.0, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
+
+
+@dataclass(frozen=True, slots=True)
+class StepBound:
+    """One step as real arithmetic, and how far the implementation may be from it.
+
+    `c`, `s`, `b`, `eps`: the real step is c·θ − s·m/(√v/b + eps). Errors of the implementation against it:
+    `q_rel` relative error of the quotient q; `root_abs` absolute error of √v/b; `num_abs` of the numerator; `q_abs` of
+    q itself; `out_abs` of each rounding of θ; `rounds_decay`: c·θ is rounded before q is applied; `decay_rel` error of
+    the decay relative to |θ_{t-1}|. `known` False: no bound can be given for this step at all.
+    """
+
+    c: float
+    s: float
+    b: float
+    eps: float
+    q_rel: float
+    root_abs: float = 0.0
+    num_abs: float = ROUND_ABS
+    q_abs: float = ROUND_ABS
+    out_abs: float = ROUND_ABS
+    rounds_decay: bool = True
+    decay_rel: float = 0.0
+    known: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class FastBound:
+    """FP32 constants of a cheap interval that contains the exact one, for a vectorised test of every element.
+
+    With q = neg_s·m/(√v·inv_b + eps): h = (θ − q)·inv_c, d = g_theta·|θ| + g_q·|q| + tiny, all in FP32; the exact
+    interval lies in [h − d, h + d]. Valid for FP32 moments and |θ| <= 3.3e38.
+    """
+
+    neg_s: float
+    inv_b: float
+    eps: float
+    inv_c: float
+    g_theta: float
+    g_q: float
+    tiny: float
+
+
+@runtime_checkable
+class HasFastBound(Protocol):
+    """A formula that offers the cheap interval; others are tested with `invert` on every element."""
+
+    def fast_bound(self, ctx: StepContext) -> FastBound | None:
+        """The constants, or None when no useful cheap bound exists for this step."""
+
+
+def is_known(step: StepBound) -> bool:
+    """Whether any element of this step can be inverted."""
+    return (
+        step.known
+        and step.c != 0.0
+        and (step.s == 0.0 or abs(step.s) >= MIN_STEP)
+        and step.b > 0.0
+        and 0.0 <= step.q_rel < 0.01
+        and step.decay_rel / abs(step.c) < 0.01
+    )
+
+
+def unknown(theta: torch.Tensor) -> Interval:
+    """The interval that says nothing, for every element."""
+    inf = torch.full(theta.shape, torch.inf, dtype=torch.float64, device=theta.device)
+    return Interval(-inf, inf)
+
+
+def invert_step(step: StepBound, theta: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> Interval:
+    """Interval of θ_{t-1}, in FP64, rounded outward. `theta` FP32; `m`, `v` FP32, BF16 or FP16 (widened by an ulp)."""
+    if not is_known(step):
+        return unknown(theta)
+    t, mom, var = theta.double(), m.double(), v.double()
+    root = torch.sqrt(var)
+    den = root / step.b + step.eps
+    root_slack: torch.Tensor | float = step.root_abs
+    if v.dtype != torch.float32:
+        lowest = (var - (var * _MOMENT_REL[v.dtype] + _MOMENT_ABS[v.dtype])).clamp_min(0.0)
+        root_slack = (root - torch.sqrt(lowest)) / step.b + step.root_abs
+    num_slack: torch.Tensor | float = step.num_abs
+    if m.dtype != torch.float32:
+        num_slack = abs(step.s) * (mom.abs() * _MOMENT_REL[m.dtype] + _MOMENT_ABS[m.dtype]) + step.num_abs
+    q = step.s * mom / den
+    room = den - root_slack  # the smallest denominator the implementation can have used
+    q_size, t_size = q.abs(), t.abs()
+    q_err = q_size * (step.q_rel + 1.01 * root_slack / room) + 1.01 * num_slack / room + step.q_abs
+    a = U * t_size + q_err + step.out_abs
+    back = t + q
+    if step.rounds_decay:
+        a = a + U * (back.abs() + a) + step.out_abs
+    size = abs(step.c)
+    centre, a = back / step.c, a / size
+    d = a + 1.05 * (step.decay_rel / size) * (centre.abs() + a)
+    d = d * (1.0 + 2.0**-20) + 2.0**-50 * (t_size + q_size) / size
+    lo, hi = centre - d, centre + d
+    good = torch.isfinite(lo) & torch.isfinite(hi) & (room > 0) & (t_size <= MAX_FINITE_FP32_FOR_BF16)
+    return Interval(torch.where(good, lo, -torch.inf), torch.where(good, hi, torch.inf))
+
+
+def fast_bound_of(step: StepBound) -> FastBound | None:
+    """The cheap interval of this step (docs/numerics.md, section 3), or None when it would be useless or unsafe."""
+    if not is_known(step) or step.eps < 2.0**-64:
+        return None
+    size = abs(step.c)
+    root_rel = 1.05 * step.root_abs / step.eps  # den >= eps
+    b_term = 1.2 * step.decay_rel / size
+    g_theta = (10.0 * U + b_term) / size
+    g_q = (step.q_rel + root_rel + 32.0 * U + b_term) / size
+    abs_terms = 1.1 * (step.num_abs + FLUSH_ABS) / step.eps + 2.0 * (step.q_abs + step.out_abs) + 4.0 * FLUSH_ABS
+    tiny = abs_terms / size
+    usable = (
+        size >= 2.0**-20 and 2.0**-30 <= step.b <= 1.0 and g_theta < 2.0**-10 and g_q < 2.0**-10 and tiny < 2.0**-60
+    )
+    if not usable or size > 2.0**20 or abs(step.s) > 2.0**40:
+        return None
+    widen = 1.0 + 2.0**-10
+    return FastBound(
+        neg_s=-step.s,
+        inv_b=1.0 / step.b,
+        eps=step.eps,
+        inv_c=1.0 / step.c,
+        g_theta=g_theta * widen,
+        g_q=g_q * widen,
+        tiny=tiny * widen,
+    )

@@ -1,0 +1,88 @@
+"""Does a formula reproduce the real optimizer bit for bit, on this build and machine?
+
+Invariant: `ok` is True only when steps of the *real* optimizer were reproduced bitwise here, for whole tensors as well
+as for gathered elements (a vectorised square root may treat the two differently). Only then may replay drop elements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from engine.optimizers.base import Formula, Hyper, StepContext
+
+_CASES = (
+    (Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1), 0),
+    (Hyper(lr=5e-6, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01), 0),
+    (Hyper(lr=1e-2, beta1=0.85, beta2=0.9999, eps=1e-15, weight_decay=0.0), 1000),
+)
+_STEPS = 3
+_NUMEL = 4099  # a multiple of no vector width
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTestResult:
+    """`ok`: bit-exact here. `detail` says what was compared, or why nothing could be."""
+
+    ok: bool
+    detail: str
+
+
+@runtime_checkable
+class HasRealOptimizer(Protocol):
+    """A formula whose real implementation can run in this process."""
+
+    def real_optimizer(self, param: torch.nn.Parameter, hyper: Hyper) -> torch.optim.Optimizer:
+        """The optimizer over one parameter."""
+
+
+def passes(formula: Formula, device: str = "cpu") -> SelfTestResult:
+    """Run the real optimizer for known steps and compare `formula.forward` with it, bit for bit."""
+    if not isinstance(formula, HasRealOptimizer) or torch.device(device).type != "cpu":
+        return SelfTestResult(
+            False, f"{formula.name} is not verifiable here: its real optimizer does not run on the CPU."
+        )
+    for hyper, earlier_steps in _CASES:
+        mismatch = _first_mismatch(formula, hyper, earlier_steps)
+        if mismatch:
+            return SelfTestResult(False, f"{formula.name}: {mismatch}")
+    return SelfTestResult(True, f"{formula.name} reproduced {len(_CASES) * _STEPS} steps of torch {torch.__version__}.")
+
+
+def _first_mismatch(formula: Formula, hyper: Hyper, earlier_steps: int) -> str:
+    """Empty when every step came out bitwise, else where it did not."""
+    assert isinstance(formula, HasRealOptimizer)
+    generator = torch.Generator().manual_seed(20240229)
+    param = torch.nn.Parameter(torch.randn(_NUMEL, generator=generator) * 0.02)
+    optimizer = formula.real_optimizer(param, hyper)
+    rounded = Hyper(
+        float(torch.tensor(hyper.lr)) if isinstance(optimizer.param_groups[0]["lr"], torch.Tensor) else hyper.lr,
+        hyper.beta1,
+        hyper.beta2,
+        hyper.eps,
+        hyper.weight_decay,
+        isinstance(optimizer.param_groups[0]["lr"], torch.Tensor),
+    )
+    for step in range(1, _STEPS + 1):
+        spread = 10.0 ** (torch.rand(_NUMEL, generator=generator) * 12 - 9)
+        param.grad = torch.randn(_NUMEL, generator=generator) * spread
+        before = param.detach().clone()
+        optimizer.step()
+        state = optimizer.state[param]
+        if step == 1 and earlier_steps:  # late steps have other bias corrections; nothing else depends on the count
+            state["step"].fill_(float(earlier_steps))
+            continue
+        ctx = StepContext(rounded, int(state["step"].item()))
+        m, v, after = state["exp_avg"], state["exp_avg_sq"], param.detach()
+        if not _same_bits(formula.forward(before, m, v, ctx), after):
+            return f"step {ctx.step} of {hyper} is not bit-exact."
+        for pick in (torch.randperm(_NUMEL, generator=generator)[:777], torch.arange(5, 6), torch.arange(3, 16)):
+            if not _same_bits(formula.forward(before[pick], m[pick], v[pick], ctx), after[pick]):
+                return f"step {ctx.step} of {hyper} is not bit-exact for gathered elements."
+    return ""
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))
