@@ -1,0 +1,40 @@
+"""What a receiver is asked to become: a version, its base's digests, and the local files that carry the difference.
+
+One invariant: a target only *names* files and what they must hash to; nothing in it is trusted before it is checked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.records.models import TensorDigest
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkFile:
+    """A chunk in a local file, with the bounds and the SHA-256 its part declares."""
+
+    path: Path
+    sha256: str
+    size_bytes: int
+    raw_bytes: int
+    entries: int
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One version of a run.
+
+    `tensors`: every canonical tensor with its digest at this version. `base_digests`: the same of the base, hex by
+    name; None only where there is no base. A delta (`base` not None) needs the base's weights to be live; a version or
+    anchor without base must carry every lane dense.
+    """
+
+    run: str
+    version: int
+    step: int
+    base: int | None
+    tensors: tuple[TensorDigest, ...]
+    base_digests: dict[str, str] | None
+    chunks: tuple[ChunkFile, ...]
