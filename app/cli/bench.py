@@ -1,0 +1,50 @@
+"""`dte bench`: options of the benchmarks, which live in app.bench."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+bench = typer.Typer(
+    help="Benchmarks on state recorded from the demo's RL run (recorded first if there is none yet).",
+    no_args_is_help=True,
+)
+
+Record = Annotated[
+    Path | None,
+    typer.Option(help="Folder of a record made by `dte demo --record`; default .cache/bench, made if missing."),
+]
+Repeats = Annotated[int, typer.Option(min=1, max=1000, help="Measurements of each kind; medians are reported.")]
+Json = Annotated[bool, typer.Option("--json", help="End with one JSON object on the last line of stdout.")]
+
+
+@bench.command()
+def construct(
+    record: Record = None,
+    repeats: Repeats = 5,
+    threads: Annotated[int, typer.Option(min=1, max=256, help="Threads of the cpu backend.")] = 2,
+    reference: Annotated[bool, typer.Option(help="Measure the slow reference backend too.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Time finding the changes: both backends, beside merely reading the three arrays, and the snapshot detector."""
+    from app.bench.construct import run_construct
+
+    run_construct(record, repeats=repeats, threads=threads, reference=reference, json_output=as_json)
+
+
+@bench.command()
+def wire(record: Record = None, as_json: Json = False) -> None:
+    """Bits a changed element costs on the wire: this format, PULSE's layout, and the entropy."""
+    from app.bench.wire import run_wire
+
+    run_wire(record, json_output=as_json)
+
+
+@bench.command()
+def memory(record: Record = None, as_json: Json = False) -> None:
+    """Extra memory of a worker process while it publishes: certified detection beside the snapshot detector."""
+    from app.bench.memory import run_memory
+
+    run_memory(record, json_output=as_json)
