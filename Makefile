@@ -1,0 +1,67 @@
+# One command each; every target sets up what it needs and is quick when nothing changed.
+#
+#   make setup               a virtual environment in .venv with everything the demo and the tests need
+#   make demo ARGS="…"       dte demo …
+#   make test ARGS="…"       the whole test suite, lint, types and import rules included
+#
+# PYTHON picks the interpreter. TORCH picks the torch to install (a requirement or a file); TORCH_ARGS are passed to pip
+# with it, for example an index of CPU-only builds.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	if command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; break; fi; done)
+TORCH ?= torch==2.13.0
+TORCH_ARGS ?=
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+ARGS ?=
+
+.PHONY: help setup demo test lint format bench openapi clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+setup: $(STAMP)
+
+$(VENV)/bin/python:
+	@if [ -z "$(PYTHON)" ]; then echo "Python 3.11 or newer is needed; none was found. Set PYTHON." >&2; exit 1; fi
+	$(PYTHON) -m venv $(VENV)
+
+# torch comes first and alone: resolving it together with the rest could replace a CPU build by one for GPUs.
+$(STAMP): pyproject.toml | $(VENV)/bin/python
+	@if ! $(BIN)/python -c 'import torch' 2>/dev/null; then $(PIP) install -q $(TORCH_ARGS) '$(TORCH)'; fi
+	$(PIP) install -q -e '.[demo,dev]'
+	@touch $@
+
+demo: setup
+	@$(BIN)/dte demo $(ARGS)
+
+test: setup
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: setup
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: setup
+	@$(BIN)/dte bench construct $(ARGS)
+	@$(BIN)/dte bench wire
+	@$(BIN)/dte bench memory
+
+openapi: setup
+	@$(BIN)/python -m app.openapi docs/openapi.json
+
+clean:
+	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
