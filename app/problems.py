@@ -77,6 +77,12 @@ class HttpProblem(DteError):
         self.headers = dict(headers or {})
 
 
+def problem_responses(descriptions: Mapping[int, str]) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI entries for statuses answered with a problem document."""
+    content = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
+    return {status: {"description": text, "content": content} for status, text in descriptions.items()}
+
+
 def status_of(error: DteError) -> int:
     """The HTTP status of an error: its own, or that of its nearest class in STATUS."""
     if isinstance(error, HttpProblem):

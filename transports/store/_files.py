@@ -26,7 +26,7 @@ def _info(st: os.stat_result) -> ObjectInfo:
     return ObjectInfo(st.st_size, f'"{st.st_ino:x}-{st.st_mtime_ns:x}-{st.st_size:x}"')
 
 
-class _Guard:
+class Guard:
     """Descriptors shared by a task and the thread that works for it. A cancelled task cannot stop its thread, so
     `close` waits for no one, yet nothing is released under a running call: then the call releases at its end."""
 
@@ -76,7 +76,7 @@ class Reader:
         self.key = key
         self.info = _info(st)
         self._fd = fd
-        self._guard = _Guard(lambda: os.close(fd))
+        self._guard = Guard(lambda: os.close(fd))
 
     async def read(self, start: int, length: int) -> bytes:
         """Exactly min(length, what is there from `start`) bytes."""
@@ -113,7 +113,7 @@ class Temp:
 
     def __init__(self, directory: int, name: str, fd: int, key: str) -> None:
         self.directory, self.name, self.fd, self.key = directory, name, fd, key
-        self.guard = _Guard(self._remove)
+        self.guard = Guard(self._remove)
 
     def write(self, pieces: Iterable[bytes]) -> None:
         with os_errors(f"writing {self.key}"), self.guard.use():

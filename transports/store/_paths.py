@@ -10,7 +10,7 @@ import os
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -60,7 +60,7 @@ class Directories:
         """A descriptor of the root, which may itself be a symlink the operator made."""
         return os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
-    def open(self, segments: list[str]) -> int | None:
+    def open(self, segments: Sequence[str]) -> int | None:
         """A descriptor of an existing directory, or None. NotADirectoryError/ELOOP if something else is there."""
         fd = self.open_root()
         try:
@@ -74,7 +74,7 @@ class Directories:
         finally:
             os.close(fd)
 
-    def make(self, segments: list[str]) -> int:
+    def make(self, segments: Sequence[str]) -> int:
         """A descriptor of the directory, made with its parents where missing, and durable on return.
 
         A concurrent prune may remove a directory under us; then the walk starts over.
@@ -86,7 +86,7 @@ class Directories:
                 continue
         raise StoreError("directories of the store vanish as fast as they are made.", remedy="Try again.")
 
-    def _make_once(self, segments: list[str]) -> int:
+    def _make_once(self, segments: Sequence[str]) -> int:
         fd = self.open_root()
         try:
             path = ""
@@ -120,7 +120,7 @@ class Directories:
             while len(self._durable) > _REMEMBERED_DIRS:
                 self._durable.popitem(last=False)
 
-    def prune(self, segments: list[str]) -> None:
+    def prune(self, segments: Sequence[str]) -> None:
         """Remove the directory and its parents as far as they are empty. rmdir refuses anything else, so a create that
         runs at the same time either keeps the directory or starts over."""
         for depth in range(len(segments), 0, -1):

@@ -15,7 +15,7 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -218,7 +218,7 @@ class LocalStore(ChunkStore):
                 os.close(fd)
         raise ObjectNotFound(f"no object has the key {key}.", remedy="It may have been pruned; resolve again.")
 
-    def _open_file(self, parents: list[str], name: str) -> int | None:
+    def _open_file(self, parents: Sequence[str], name: str) -> int | None:
         """None where there is no such file; a symlink or a file in place of a directory counts as none."""
         try:
             directory = self._dirs.open(parents)
