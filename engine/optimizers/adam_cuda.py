@@ -27,7 +27,7 @@ POWF_ULPS = 9.0
 
 @dataclass(frozen=True, slots=True)
 class _Constants:
-    """FP32 scalars of one step. `step_size` is s > 0 for lr > 0; `pow_rel` bounds the error of q that comes from powf."""
+    """FP32 scalars of one step. `pow_rel` bounds the relative error of q that comes from powf."""
 
     decay: float
     step_size: float

@@ -30,7 +30,7 @@ class Hyper:
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """One step of one parameter: its group's hyperparameters and its own step counter after the step (1 is the first)."""
+    """One step of one parameter: its group's hyperparameters, its own step counter after the step (1 is the first)."""
 
     hyper: Hyper
     step: int

@@ -1,0 +1,50 @@
+"""The obvious detector: plain torch, FP64, the exact interval for every element. The yardstick of the others."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from engine.bf16 import round_to_bf16_bits
+from engine.detect.assemble import assemble, concatenate, without_entries
+from engine.detect.base import TILE, Detection, SliceGeometry
+from engine.detect.check import check_state, check_tiles
+from engine.detect.classify import classify
+from engine.detect.geometry import tile_digests
+from engine.optimizers.base import Formula, StepContext
+
+
+class ReferenceBackend:
+    """Tile by tile; extra memory is a few FP64 arrays of one tile."""
+
+    @property
+    def name(self) -> str:
+        """`reference`."""
+        return "reference"
+
+    def detect(
+        self,
+        formula: Formula,
+        ctx: StepContext,
+        theta: torch.Tensor,
+        m: torch.Tensor,
+        v: torch.Tensor,
+        geometry: SliceGeometry,
+        tile_start: int,
+        tile_stop: int,
+        *,
+        exact_replay: bool,
+    ) -> Detection:
+        """See `DetectBackend.detect`."""
+        theta, m, v = theta.detach(), m.detach(), v.detach()
+        check_state(theta, m, v, geometry.tensor)
+        check_tiles(theta.numel(), geometry, tile_start, tile_stop)
+        parts = []
+        for tile in range(tile_start, tile_stop):
+            lanes = slice(tile * TILE, min((tile + 1) * TILE, theta.numel()))
+            verdicts = classify(formula, ctx, theta[lanes], m[lanes], v[lanes], exact_replay=exact_replay)
+            digest = tile_digests(geometry, round_to_bf16_bits(theta[lanes]), tile)
+            parts.append(assemble(tile, np.arange(lanes.start, lanes.stop, dtype=np.int64), verdicts, digest))
+        return (
+            concatenate(parts) if parts else without_entries(tile_start, np.zeros(0, np.uint64), np.zeros(0, np.bool_))
+        )
