@@ -77,7 +77,11 @@ class Settings(BaseSettings):
     dense_fraction: float = Field(0.25, gt=0, le=1, description="Above this share of changes a tile goes dense.")
     anchor_every: int = Field(32, ge=1)
     keep_anchors: int = Field(2, ge=2)
-    retention_h: float = Field(24.0, ge=0)
+    retention_h: float = Field(
+        0.0, ge=0, description="Chunks behind `keep_anchors` anchors are deleted after so many hours; 0: never."
+    )
+    cache_bytes: int = Field(64 << 30, ge=1 << 20, description="Chunks a subscriber keeps on disk.")
+    download_parallel: int = Field(4, ge=1, le=64, description="Chunks downloaded at the same time.")
     hold_timeout_s: float = Field(60.0, gt=0, description="A read that holds the trainer longer is revoked.")
     job_retention: int = Field(1024, ge=16)
     event_history: int = Field(4096, ge=16, description="Events kept for clients that reconnect.")

@@ -15,6 +15,7 @@ import struct
 import threading
 from pathlib import Path
 
+from clients.protocol import Model
 from clients.rollout import protocol as p
 from clients.rollout.core import ReceiverCore, error_body, operations
 from engine.errors import CodecError, DteError, InvalidInput, StateConflict
@@ -168,7 +169,7 @@ class ReceiverServer:
     def _answer(self, connection: socket.socket, request: p.Request) -> p.Response:
         try:
             if request.op == "attach":
-                result: p.Model = self._attach(connection, p.parse_body(p.Attach, request.body))
+                result: Model = self._attach(connection, p.parse_body(p.Attach, request.body))
             elif request.op in self._operations:
                 kind, function, owners_only = self._operations[request.op]
                 body = p.parse_body(kind, request.body)

@@ -47,8 +47,10 @@ class LaneView:
     def gather(self, index: npt.NDArray[Any]) -> U16:
         """The lanes at `index`, as a copy."""
         if self._words is not None:
-            return self._words[index]
-        return self.whole()[index]
+            taken: U16 = self._words[index]
+            return taken
+        taken = self.whole()[index]
+        return taken
 
     def scatter(self, index: npt.NDArray[Any], values: U16) -> None:
         """Write `values` to the lanes at `index` (in range, unique)."""

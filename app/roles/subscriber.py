@@ -1,0 +1,146 @@
+"""The subscriber role: keeps this node's receivers at the newest version of their runs.
+
+One invariant: receivers are independent: nothing that happens to one delays, fails or unreadies another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import uuid
+
+from fastapi import APIRouter
+
+from app.api.receivers import receivers_router
+from app.roles.base import Node, Role
+from app.subscriber.cache import ChunkCache
+from app.subscriber.prefetch import Prefetcher
+from app.subscriber.receiver import Receiver, check_registration, check_replaceable
+from app.subscriber.registry import Registry
+from app.subscriber.targets import Targets
+from clients.protocol import ReceiverInfo, ReceiverRegistration
+from engine.errors import StateConflict
+
+MAX_RECEIVERS = 256
+
+
+class Subscriber(Role):
+    """Receivers by name, one task each; one cache for all; one prefetcher per run."""
+
+    name = "subscriber"
+
+    def __init__(self, node: Node) -> None:
+        super().__init__(node)
+        settings = node.settings
+        self._cache = ChunkCache(
+            settings.cache_dir / "chunks",
+            node.store,
+            max_bytes=settings.cache_bytes,
+            parallel=settings.download_parallel,
+            metrics=node.metrics,
+            degraded=node.degraded,
+        )
+        self._registry = Registry(settings.data_dir / "receivers.json", node.degraded)
+        self._owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
+        self._receivers: dict[str, Receiver] = {}
+        self._prefetchers: dict[str, Prefetcher] = {}
+        self._changing = asyncio.Lock()
+        self._started = False
+
+    async def start(self) -> None:
+        await self._cache.open()
+        for registration in await asyncio.to_thread(self._registry.load):
+            self._add(registration)
+        self._started = True
+
+    async def stop(self) -> None:
+        self._started = False
+        prefetchers, self._prefetchers = list(self._prefetchers.values()), {}
+        await asyncio.gather(*(p.stop() for p in prefetchers))
+        await asyncio.gather(*(r.stop() for r in self._receivers.values()))
+        await self._cache.aclose()
+
+    def router(self) -> APIRouter | None:
+        return receivers_router(self)
+
+    def unready(self) -> str | None:
+        if not self._started:
+            return "starting"
+        waiting = [f"{r.name} is {r.info().state.value}" for r in self._receivers.values() if not r.ready]
+        return f"receivers not in sync: {', '.join(waiting[:5])}" if waiting else None
+
+    async def register(self, registration: ReceiverRegistration) -> ReceiverInfo:
+        """Take over a receiver; the same registration again only asks for attention.
+
+        InvalidInput for a kind this daemon does not drive, StateConflict if the name belongs to another living one.
+        """
+        check_registration(registration)
+        async with self._changing:
+            self.node.chains.get(registration.run)
+            existing = self._receivers.get(registration.name)
+            if existing is not None and existing.registration == registration:
+                if not existing.connected:
+                    existing.kick(self._registry.next_fence())
+                    await self._save()
+                return existing.info()
+            if existing is not None:
+                check_replaceable(existing, registration)
+                await self._remove(existing)
+            elif len(self._receivers) >= MAX_RECEIVERS:
+                raise StateConflict(f"this daemon already drives {MAX_RECEIVERS} receivers.")
+            self._registry.next_fence()
+            receiver = self._add(registration)
+            await self._save()
+            self.node.events.publish("receiver-registered", run=registration.run, receiver=registration.name)
+            return receiver.info()
+
+    async def remove(self, name: str) -> None:
+        """Stop driving a receiver; its process and weights stay as they are. KeyError if there is none."""
+        async with self._changing:
+            receiver = self._receivers[name]
+            await self._remove(receiver)
+            await self._save()
+            self.node.events.publish("receiver-removed", run=receiver.registration.run, receiver=name)
+
+    def get(self, name: str) -> ReceiverInfo:
+        """KeyError if there is none."""
+        return self._receivers[name].info()
+
+    def list(self, run: str | None = None) -> list[ReceiverInfo]:
+        """All receivers (of one run), by name."""
+        return [r.info() for _, r in sorted(self._receivers.items()) if run is None or r.registration.run == run]
+
+    def _add(self, registration: ReceiverRegistration) -> Receiver:
+        run = registration.run
+        chain = self.node.chains.get(run)
+        receiver = Receiver(
+            registration,
+            Targets(chain, self._cache),
+            owner=self._owner,
+            fence=self._registry.fence,
+            events=self.node.events,
+            metrics=self.node.metrics,
+            degraded=self.node.degraded,
+        )
+        self._receivers[registration.name] = receiver
+        receiver.start()
+        if run not in self._prefetchers:
+            self._prefetchers[run] = Prefetcher(
+                chain, self._cache, lambda: self._wanted(run), interval_s=self.node.settings.poll_interval_s
+            )
+        return receiver
+
+    def _wanted(self, run: str) -> bool:
+        return any(r.registration.run == run and r.wants_chunks for r in self._receivers.values())
+
+    async def _remove(self, receiver: Receiver) -> None:
+        await receiver.stop()
+        del self._receivers[receiver.name]
+        run = receiver.registration.run
+        if not any(r.registration.run == run for r in self._receivers.values()) and run in self._prefetchers:
+            await self._prefetchers.pop(run).stop()
+
+    async def _save(self) -> None:
+        registrations = [r.registration for r in self._receivers.values()]
+        await asyncio.to_thread(self._registry.save, registrations)
