@@ -95,11 +95,13 @@ class RebuiltWeights:
         wrong = []
         for t in tensors:
             held = self._tensors.get(t.name)
-            if held is None or (held.shape, held.dtype) != (t.shape, t.dtype):
-                wrong.append(t.name)
-            elif to_hex(digest_array(DigestKey.for_tensor(t.name), np.asarray(self.tensor(t.name)))) != t.digest:
+            same_form = held is not None and (held.shape, held.dtype) == (t.shape, t.dtype)
+            if not same_form or self._digest(t.name) != t.digest:
                 wrong.append(t.name)
         return wrong + sorted(self._tensors.keys() - {t.name for t in tensors})
+
+    def _digest(self, name: str) -> str:
+        return to_hex(digest_array(DigestKey.for_tensor(name), np.asarray(self.tensor(name))))
 
     def _layout(self, item: ChunkItem) -> Layout:
         held = self._tensors.get(item.tensor)
