@@ -1,0 +1,82 @@
+"""No change is ever missed, whatever the state, the hyperparameters and the formula."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import pytest
+import torch
+
+from engine.detect import kernels
+from engine.detect.classify import classify
+from engine.detect.cpu import _pack
+from engine.digest import DigestKey
+from engine.optimizers import registry
+from engine.optimizers.base import StepContext
+from engine.optimizers.bounds import HasFastBound
+from tests.engine.numerics_world import (
+    Step,
+    adversarial_grad,
+    adversarial_theta,
+    assert_verdicts_hold,
+    random_hyper,
+    run_steps,
+)
+
+FIRST_STEPS = (1, 2, 7, 1000, 200_000)
+
+
+def check(name: str, step: Step) -> tuple[int, int]:
+    """Both replay modes and the fast pass hold for this step; returns (elements judged, of those known)."""
+    formula = registry.get(name)
+    old, new = step.old_bits, step.new_bits
+    known = 0
+    for exact in (True, False):
+        verdicts = classify(formula, step.ctx, step.theta, step.m, step.v, exact_replay=exact)
+        assert_verdicts_hold(verdicts, old, new)
+        assert not verdicts.impossible.any(), "replay found no candidate for the right formula"
+        known = int((~verdicts.unknown).sum())
+    assert isinstance(formula, HasFastBound)
+    bound = formula.fast_bound(step.ctx)
+    if bound is not None:
+        assert_scan_agrees(step, _pack(bound), verdicts.unknown | verdicts.changed, verdicts.ambiguous)
+    return old.size, known
+
+
+def assert_scan_agrees(step: Step, constants: kernels.F32, sent: np.ndarray, ambiguous: np.ndarray) -> None:
+    """Everything that the exact interval cannot call unchanged is flagged by the fast pass."""
+    n = step.theta.numel()
+    flagged = np.empty(n, np.int32)
+    key = DigestKey.for_tensor("x")
+    arrays = (step.theta.numpy(), step.m.numpy(), step.v.numpy())
+    count = kernels.scan(*arrays, constants, 0x7FC0, key.a, key.b_words(1), -1, 1 << 16, np.zeros(1, np.uint64), flagged)
+    seen = np.zeros(n, np.bool_)
+    seen[flagged[:count]] = True
+    assert seen[sent].all()
+    assert seen[ambiguous].all()
+
+
+def sweep(name: str, configurations: int, n: int, seed: int) -> None:
+    rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    formula = registry.get(name)
+    total = known = 0
+    for _ in range(configurations):
+        hyper = random_hyper(rng, tensor_lr=name.endswith("tensor-lr") or rng.random() < 0.3 and "capturable" in name)
+        theta = adversarial_theta(n, rng)
+        grads = [adversarial_grad(n, rng) for _ in range(3)]
+        for step in run_steps(formula, hyper, theta, grads, first_step=int(rng.choice(FIRST_STEPS))):
+            judged, told = check(name, step)
+            total, known = total + judged, known + told
+    assert known > 0.25 * total, "most of the sweep was unknowable: it proves little"
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_no_change_is_missed(name: str) -> None:
+    sweep(name, configurations=20, n=2048, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", registry.names())
+def test_no_change_is_missed_in_a_large_sweep(name: str) -> None:
+    sweep(name, configurations=60, n=8192, seed=2)
