@@ -73,11 +73,21 @@ class Chain:
     """One run. All state is derived from the store, so any number of roles and daemons may hold one."""
 
     def __init__(
-        self, store: ChunkStore, run: str, *, signing_key: bytes | None = None, poll_interval_s: float = 0.2
+        self,
+        run: str,
+        store: ChunkStore,
+        *,
+        signing_key: bytes | None = None,
+        poll_interval_s: float = 0.2,
+        observer: Callable[[Decision, bool], None] | None = None,
     ) -> None:
-        self.store = store
+        """`observer` is called with each effective decision as it becomes known, and whether it is news (False while
+        the first refresh reads the past)."""
         self.run = run
+        self.store = store
         self.signing_key = signing_key
+        self._observer = observer
+        self._caught_up = False
         self._poll_interval_s = poll_interval_s
         self._state = ChainState()
         self._decisions: dict[int, Decision] = {}
@@ -87,6 +97,7 @@ class Chain:
         self._epochs: list[EpochRecord] = []
         self._parts: OrderedDict[str, PartEntry] = OrderedDict()
         self._anchors: OrderedDict[int, AnchorRecord] = OrderedDict()
+        self._anchored: tuple[float, list[int]] | None = None
         self._lock = asyncio.Lock()
         self._epoch_lock = asyncio.Lock()
         self._advanced = asyncio.Event()
@@ -173,6 +184,7 @@ class Chain:
             window = 1
             while await self._read_on(window):
                 window = min(2 * window, WINDOW)
+            self._caught_up = True
             if not self._epochs and not self._state.next_version:
                 await self.refresh_epochs()
             self._next_probe_s = asyncio.get_running_loop().time() + self._poll_interval_s
@@ -261,15 +273,20 @@ class Chain:
         entries = await gather_bounded(self._part_entry, found)
         return {e.ref.writer: e for e in sorted((e for e in entries if e), key=lambda e: e.ref.writer)}
 
-    async def anchor_versions(self) -> list[int]:
-        """Numbers of the effective commits that have a complete anchor, ascending."""
+    async def anchor_versions(self, *, max_age_s: float = 0.0) -> list[int]:
+        """Numbers of the effective commits that have a complete anchor, ascending; at most `max_age_s` old."""
+        now_s = asyncio.get_running_loop().time()
+        if self._anchored is not None and now_s - self._anchored[0] < max_age_s:
+            return self._anchored[1]
         found = []
         prefix = keys.anchor_prefix(self.run)
         async for key in self.store.list(prefix):
             number, _, name = key[len(prefix) :].partition("/")
             if name == "manifest.json" and number.isdigit():
                 found.append(int(number))
-        return sorted(n for n in found if isinstance(self._decisions.get(n), CommitDecision))
+        numbers = sorted(n for n in found if isinstance(self._decisions.get(n), CommitDecision))
+        self._anchored = (now_s, numbers)
+        return numbers
 
     async def anchor(self, version: int) -> AnchorRecord | None:
         """The anchor of `version`; None if there is none (any more). CodecError if it is malformed or not signed."""
@@ -292,6 +309,11 @@ class Chain:
         """All anchors of effective commits, oldest first. Holds them all: with many, use `anchor_versions`."""
         records = [await self.anchor(n) for n in await self.anchor_versions()]
         return [r for r in records if r is not None]
+
+    def forget_anchors(self) -> None:
+        """Ask the store again for anchors (some were made or deleted)."""
+        self._anchored = None
+        self._anchors.clear()
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -338,6 +360,8 @@ class Chain:
             self._keep_full(decision)
         else:
             self._decisions[decision.version] = decision
+        if effective and self._observer is not None:
+            self._observer(decision, self._caught_up)
         self._advanced.set()
         self._advanced = asyncio.Event()
 

@@ -188,6 +188,7 @@ class VersionInfo(Model):
     bits_per_entry: float | None
     created_ms: Count
     timings_ms: dict[str, float] = Field(default_factory=dict)
+    detail: dict[str, int] = Field(default_factory=dict)
     writers: Count
     decision_sha256: str
 

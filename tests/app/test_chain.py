@@ -33,7 +33,7 @@ def store(tmp_path: Path) -> LocalStore:
 
 
 def committer(store: LocalStore, key: bytes | None = None) -> Committer:
-    return Committer(Chain(store, RUN, signing_key=key, poll_interval_s=0.01))
+    return Committer(Chain(RUN, store, signing_key=key, poll_interval_s=0.01))
 
 
 async def announce(c: Committer, launch: str, values=V0, step: int = 0) -> None:
@@ -86,7 +86,7 @@ async def test_a_version_commits_when_the_last_part_is_put(store):
     assert await publish(c, 0, (NONE, NONE), V0, step=0, dense=True, writers=(0,)) is None
     decision = await publish(c, 0, (NONE, NONE), V0, step=0, dense=True, writers=(1,))
     assert isinstance(decision, CommitDecision)
-    reader = Chain(store, RUN)
+    reader = Chain(RUN, store)
     assert [d.version for d in await reader.refresh()] == [0]
     assert reader.head == decision
     assert (await reader.part(decision.parts[1])).writer == 1
@@ -110,7 +110,7 @@ async def test_a_new_launch_gets_one_epoch_however_many_daemons_open_it(store):
     await announce(many[0], "two", ({"w": 1}, {"w": 9}), step=7)
     opened = await asyncio.gather(*(c.try_open("two") for c in many))
     assert {(o.epoch, o.base.version, o.differs, o.next_version) for o in opened} == {(2, 0, frozenset({"w"}), 2)}
-    chain = Chain(store, RUN)
+    chain = Chain(RUN, store)
     await chain.refresh()
     assert [d.kind for d in chain.decisions.values()] == ["commit", "epoch-start"]
     assert len(await chain.refresh_epochs()) == 2
@@ -251,7 +251,7 @@ async def test_decisions_must_carry_the_runs_signature(store):
 async def test_a_part_must_have_the_hash_the_decision_names(store):
     c = committer(store)
     commit = await first(c)
-    reader = Chain(store, RUN)
+    reader = Chain(RUN, store)
     await store.put(
         commit.parts[0].key, record_bytes((await c.chain.part(commit.parts[0])).model_copy(update={"step": 9}))
     )
@@ -284,7 +284,7 @@ async def test_old_decisions_are_kept_small_and_come_back_whole(store):
     c = committer(store)
     v0 = await first(c)
     await walk(c, KEEP_FULL + 3)
-    chain = Chain(store, RUN)
+    chain = Chain(RUN, store)
     await chain.refresh()
     assert [bool(d.tensors) for d in chain.commits()] == [False] * 3 + [True] * KEEP_FULL
     assert await chain.full(0) == v0
@@ -297,7 +297,7 @@ async def test_old_decisions_are_kept_small_and_come_back_whole(store):
 
 
 async def test_waiters_wake_on_local_news_and_on_polls_and_give_up_in_time(store):
-    local, remote = committer(store), Chain(store, RUN, poll_interval_s=0.01)
+    local, remote = committer(store), Chain(RUN, store, poll_interval_s=0.01)
     waiting = [asyncio.create_task(chain.wait(0, 60)) for chain in (local.chain, remote)]
     await first(local)
     assert await asyncio.gather(*waiting) == [True, True]
@@ -308,7 +308,7 @@ async def test_waiters_wake_on_local_news_and_on_polls_and_give_up_in_time(store
 
 async def test_refresh_returns_to_each_caller_what_was_new_to_it(store):
     await first(committer(store))
-    chain = Chain(store, RUN)
+    chain = Chain(RUN, store)
     seen = await asyncio.gather(chain.refresh(), chain.refresh())
     assert [[d.version for d in s] for s in seen] == [[0], [0]]
     assert await chain.refresh() == []
