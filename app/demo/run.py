@@ -1,0 +1,301 @@
+"""`dte demo`: trains, ships every policy version, and says at the end whether the receivers hold the trainer's bits.
+
+Invariant: the verdict comes from comparing parameters, not from any proof of dte's own, and whatever happens, every
+process, socket and shared-memory file of the demo is gone when this returns.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from app.demo.table import DemoTable, Row
+
+if TYPE_CHECKING:
+    from app.demo.compare import Comparison
+    from app.demo.grpo import Grpo, Rollout
+    from app.demo.record import Recorder
+    from app.demo.stage import Stage
+    from clients.control import ControlClient
+    from clients.protocol import Job
+    from clients.trainer import TorchSource
+
+RUN = "demo"
+VERSION_TIMEOUT_S = 180.0
+EXIT_NOT_EXACT = 1
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What `dte demo` was asked for."""
+
+    steps: int = 5
+    receivers: int = 1
+    minibatches: int = 1
+    seed: int = 0
+    json_output: bool = False
+    record: Path | None = None
+    keep: bool = False
+
+
+def run_demo(options: DemoOptions) -> int:
+    """Run it all; returns the exit code. Raises DteError when something cannot be started or fails on the way."""
+    started = time.monotonic()
+    with _terminate_as_exit(), DemoTable() as table:
+        rows, comparisons, waited_ms, workdir = _run(options, table)
+    exact = bool(comparisons) and all(c.bit_exact for c in comparisons)
+    for c in comparisons:
+        verdict = (
+            "bit-exact"
+            if c.bit_exact
+            else f"{c.differing_elements} elements differ, in {', '.join(c.differing_tensors[:5])}"
+        )
+        print(f"{c.receiver}: {c.tensors} tensors, {c.elements:,} parameters compared with the trainer's: {verdict}")
+    deltas = [r for r in rows if r.version is not None and r.version > 0]
+    seconds = time.monotonic() - started
+    print(
+        f"{'BIT-EXACT' if exact else 'NOT BIT-EXACT'} after {len(deltas)} versions on {options.receivers} "
+        f"receiver{'s' if options.receivers > 1 else ''} in {seconds:.0f} s"
+    )
+    if options.keep:
+        print(f"store and logs are kept in {workdir}")
+    if options.json_output:
+        print(json.dumps(_summary(rows, deltas, exact, waited_ms, seconds, options)))
+    return 0 if exact else EXIT_NOT_EXACT
+
+
+def _summary(
+    rows: list[Row], deltas: list[Row], exact: bool, waited_ms: float, seconds: float, options: DemoOptions
+) -> dict[str, Any]:
+    def median(values: list[float]) -> float:
+        return statistics.median(values) if values else 0.0
+
+    changed = sum(r.changed for r in deltas)
+    return {
+        "versions": len(deltas),
+        "bit_exact": exact,
+        "changed_fraction": median([r.changed_fraction for r in deltas]),
+        "bytes_per_version": median([float(r.bytes) for r in deltas]),
+        "bits_per_entry": 8 * sum(r.bytes for r in deltas) / changed if changed else None,
+        "trainer_hold_ms": median([r.hold_ms for r in deltas]),
+        "trainer_waited_ms": waited_ms,
+        "receiver_lag_ms": median([r.lag_ms for r in deltas]),
+        "receivers": options.receivers,
+        "minibatches": options.minibatches,
+        "seed": options.seed,
+        "seconds": round(seconds, 1),
+        "per_version": [asdict(r) for r in rows],
+    }
+
+
+def _run(options: DemoOptions, table: DemoTable) -> tuple[list[Row], list[Comparison], float, Path]:
+    from app.demo.stage import Stage
+
+    with Stage(RUN, options.receivers, keep=options.keep) as stage:
+        table.note("starting the daemons")
+        stage.start_daemons()
+        table.note("loading SmolLM2-135M")
+        import torch
+
+        from app.demo.grpo import Grpo, GrpoSettings
+        from app.demo.model import load_policy
+        from clients.control import ControlClient
+        from clients.trainer import TorchSource
+
+        policy = load_policy(options.seed)
+        stage.start_receivers(policy.config_json)
+        settings = GrpoSettings(minibatches=options.minibatches)
+        optimizer = torch.optim.AdamW(
+            policy.model.parameters(),
+            lr=settings.lr,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+        grpo = Grpo(policy.model, policy.tokenizer, settings, seed=options.seed, optimizer=optimizer)
+        stage.connect()
+        recorder = _recorder(options, policy.model)
+        source = TorchSource(policy.model, optimizer, daemon=stage.trainer_url, run=RUN)
+        with (
+            ControlClient(stage.trainer_url, run=RUN) as versions,
+            ControlClient(stage.rollout_url, run=RUN) as rollouts,
+            source,
+        ):
+            loop = _Loop(options, table, stage, grpo, source, versions, rollouts, recorder)
+            loop.ship_first()
+            loop.train()
+            waited_ms = source.stats.hold_ms
+            table.note("comparing every parameter of every receiver with the trainer's")
+            comparisons = _compare(stage, policy.model)
+        return loop.rows, comparisons, waited_ms, stage.workdir
+
+
+def _recorder(options: DemoOptions, model: Any) -> Recorder | None:
+    if options.record is None:
+        return None
+    from app.demo.record import Recorder
+
+    return Recorder(options.record, list(model.named_parameters()))
+
+
+def _compare(stage: Stage, model: Any) -> list[Comparison]:
+    from app.demo.compare import compare
+
+    files = stage.dump()
+    return [compare(name, file, model.named_parameters()) for name, file in files.items()]
+
+
+class _Loop:
+    """Rollout from the receivers, optimizer steps, sync, wait for the receivers; again."""
+
+    def __init__(
+        self,
+        options: DemoOptions,
+        table: DemoTable,
+        stage: Stage,
+        grpo: Grpo,
+        source: TorchSource,
+        versions: ControlClient,
+        rollouts: ControlClient,
+        recorder: Recorder | None,
+    ) -> None:
+        self.rows: list[Row] = []
+        self._options = options
+        self._table = table
+        self._stage = stage
+        self._grpo = grpo
+        self._source = source
+        self._versions = versions
+        self._rollouts = rollouts
+        self._recorder = recorder
+        self._installed = 0
+        # The first optimizer step has learning rate 0. If it is all there is between two syncs, that sync publishes
+        # nothing; one more update makes up for it.
+        self._updates = options.steps + (1 if options.minibatches == 1 else 0)
+        self._last_step = self._updates * options.minibatches
+
+    def ship_first(self) -> None:
+        """Wait for version 0, which registering published, to arrive everywhere."""
+        self._table.note("shipping version 0, the whole model")
+        started = time.monotonic()
+        info = self._versions.wait_for_version(0, VERSION_TIMEOUT_S)
+        proof = self._wait_for_receivers(info.version)
+        self._installed = info.version
+        self._add(self._row(info.version, 0, info.timings_ms, (time.monotonic() - started) * 1e3, proof, None))
+
+    def train(self) -> None:
+        """All updates, one sync each."""
+        if self._recorder is not None:
+            self._grpo.optimizer.register_step_pre_hook(lambda *_: self._before_step())
+        for update in range(self._updates):
+            what = f"update {update + 1} of {self._updates}"
+            self._table.note(f"{what}: the receivers generate from version {self._installed}")
+            rollout = self._grpo.collect(lambda request: self._stage.generate(request, self._installed))
+            self._table.note(f"{what}: training")
+            count = 0
+            for stats in self._grpo.update(rollout):
+                count += 1
+                publish = count == self._options.minibatches
+                handle = self._source.sync(stats.step, publish=publish)
+                if self._recorder is not None and stats.step == self._last_step:
+                    self._record(self._recorder, stats.step)
+                if publish:
+                    self._table.note(f"{what}: shipping")
+                    self._ship(handle.wait(VERSION_TIMEOUT_S), rollout)
+            self._stage.check()
+
+    def _ship(self, job: Job, rollout: Rollout) -> None:
+        from clients.protocol import JobState
+
+        if job.state is JobState.COMMITTED and job.version is not None:
+            started = time.monotonic()
+            proof = self._wait_for_receivers(job.version)
+            self._installed = job.version
+            lag_ms = (time.monotonic() - started) * 1e3
+            self._add(self._row(job.version, job.step, job.timings_ms, lag_ms, proof, rollout))
+        elif job.state is JobState.UNCHANGED:
+            self._add(
+                Row(
+                    None,
+                    job.step,
+                    timings_ms=dict(job.timings_ms),
+                    hold_ms=_hold_ms(job.timings_ms),
+                    reward=rollout.mean_reward,
+                    sample=rollout.sample,
+                )
+            )
+        else:
+            from clients.errors import JobFailed
+
+            raise JobFailed(job)
+
+    def _wait_for_receivers(self, version: int) -> str:
+        receivers = self._rollouts.wait_for_receivers(version, VERSION_TIMEOUT_S, count=self._options.receivers)
+        proofs = {r.proof for r in receivers}
+        return proofs.pop() if len(proofs) == 1 else "mixed"
+
+    def _row(
+        self, version: int, step: int, timings: dict[str, float], lag_ms: float, proof: str, rollout: Rollout | None
+    ) -> Row:
+        info = self._versions.version(version)
+        return Row(
+            version=version,
+            step=step,
+            elements=info.elements,
+            changed=info.changed,
+            changed_fraction=info.changed_fraction,
+            bytes=info.bytes,
+            bits_per_entry=info.bits_per_entry if info.base is not None else None,
+            timings_ms=dict(timings),
+            hold_ms=_hold_ms(timings),
+            lag_ms=lag_ms,
+            proof=proof,
+            reward=None if rollout is None else rollout.mean_reward,
+            sample="" if rollout is None else rollout.sample,
+            dense_tiles=info.dense_tiles,
+        )
+
+    def _add(self, row: Row) -> None:
+        self.rows.append(row)
+        self._table.add(row)
+
+    def _before_step(self) -> None:
+        if self._recorder is not None and self._grpo.step_count + 1 == self._last_step:
+            self._recorder.before()
+
+    def _record(self, recorder: Recorder, step: int) -> None:
+        from clients.trainer.formulas import formula_name, hyper_of
+        from engine.optimizers.base import Hyper
+
+        group = self._grpo.optimizer.param_groups[0]
+        spec = hyper_of(self._grpo.optimizer, group)
+        recorder.after(
+            self._grpo.optimizer, formula_name(self._grpo.optimizer, group), Hyper(**spec.model_dump()), step
+        )
+
+
+def _hold_ms(timings: dict[str, float]) -> float:
+    """How long the trainer's next step would have had to wait: from the post to the release."""
+    return timings.get("hold", timings.get("read", 0.0))
+
+
+@contextmanager
+def _terminate_as_exit() -> Iterator[None]:
+    """Let SIGTERM unwind the stack as Ctrl-C does, so that everything is cleaned up."""
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

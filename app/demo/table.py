@@ -1,0 +1,120 @@
+"""The demo's live table: redrawn in place on a terminal, one line per version otherwise.
+
+Invariant: everything goes to stdout, and nothing after `close`, so that a caller's last line stays the last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from app.cli.output import human_bytes, human_ms, percent
+
+_COLUMNS = ("version", "step", "changed", "bytes", "bits/entry", "stages", "hold", "lag", "proof", "reward", "sample")
+_WIDTHS = (9, 5, 10, 10, 10, 58, 8, 8, 9, 7, 14)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sync. `version` None: nothing had changed, so no version was made."""
+
+    version: int | None
+    step: int
+    elements: int = 0
+    changed: int = 0
+    changed_fraction: float = 0.0
+    bytes: int = 0
+    bits_per_entry: float | None = None
+    timings_ms: dict[str, float] = field(default_factory=dict)
+    hold_ms: float = 0.0
+    lag_ms: float = 0.0
+    proof: str = "-"
+    reward: float | None = None
+    sample: str = ""
+    dense_tiles: int = 0
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as text."""
+        if self.version is None:
+            name, changed = "unchanged", "0"
+        else:
+            name = str(self.version)
+            changed = "all" if self.bits_per_entry is None and self.dense_tiles else percent(self.changed_fraction)
+        return (
+            name,
+            str(self.step),
+            changed,
+            human_bytes(self.bytes),
+            "-" if self.bits_per_entry is None else f"{self.bits_per_entry:.2f}",
+            " ".join(f"{k} {human_ms(v)}" for k, v in self.timings_ms.items()) or "-",
+            human_ms(self.hold_ms),
+            "-" if self.version is None else human_ms(self.lag_ms),
+            self.proof,
+            "-" if self.reward is None else f"{self.reward:.2f}",
+            self.sample,
+        )
+
+
+class DemoTable:
+    """Use as a context manager; `note` says what is happening, `add` appends a row."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+        self._rows: list[Row] = []
+        self._note = ""
+        self._live: Live | None = None
+        self._header_printed = False
+
+    def note(self, text: str) -> None:
+        """What the demo does now."""
+        self._note = text
+        if self._live is not None:
+            self._live.update(self._render())
+        else:
+            print(f"· {text}", flush=True)
+
+    def add(self, row: Row) -> None:
+        """A finished sync."""
+        self._rows.append(row)
+        if self._live is not None:
+            self._live.update(self._render())
+            return
+        if not self._header_printed:
+            self._header_printed = True
+            print(_line(_COLUMNS), flush=True)
+        print(_line(row.cells()), flush=True)
+
+    def _render(self) -> Table:
+        table = Table(*_COLUMNS, box=None, pad_edge=False, header_style="bold", caption=self._note)
+        table.caption_justify = "left"
+        for row in self._rows:
+            table.add_row(*row.cells(), style="" if row.proof == "proven" else "dim")
+        return table
+
+    def close(self) -> None:
+        """Leave the table on the screen as it is."""
+        if self._live is not None:
+            self._note = ""
+            self._live.update(self._render())
+            self._live.stop()
+            self._live = None
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live = Live(self._render(), console=self._console, refresh_per_second=8)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _line(cells: tuple[str, ...]) -> str:
+    return " ".join(c.ljust(w) for c, w in zip(cells, _WIDTHS, strict=True)).rstrip()
