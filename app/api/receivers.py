@@ -10,7 +10,7 @@ from app.problems import HttpProblem
 from clients.protocol import Problem, ReceiverInfo, ReceiverRegistration
 
 if TYPE_CHECKING:
-    from app.roles.subscriber import Subscriber
+    from app.roles.subscriber import SubscriberRole
 
 
 def _unknown(name: str) -> HttpProblem:
@@ -19,7 +19,7 @@ def _unknown(name: str) -> HttpProblem:
     )
 
 
-def receivers_router(role: Subscriber) -> APIRouter:
+def receivers_router(role: SubscriberRole) -> APIRouter:
     """The routes, bound to one subscriber."""
     router = APIRouter(tags=["receivers"])
 

@@ -16,8 +16,8 @@ from app.api.receivers import receivers_router
 from app.roles.base import Node, Role
 from app.subscriber.cache import ChunkCache
 from app.subscriber.prefetch import Prefetcher
-from app.subscriber.receiver import Receiver, check_registration, check_replaceable
-from app.subscriber.registry import Registry
+from app.subscriber.receiver import Receiver
+from app.subscriber.registry import Registry, check_registration
 from app.subscriber.targets import Targets
 from clients.protocol import ReceiverInfo, ReceiverRegistration
 from engine.errors import StateConflict
@@ -25,7 +25,7 @@ from engine.errors import StateConflict
 MAX_RECEIVERS = 256
 
 
-class Subscriber(Role):
+class SubscriberRole(Role):
     """Receivers by name, one task each; one cache for all; one prefetcher per run."""
 
     name = "subscriber"
@@ -85,7 +85,11 @@ class Subscriber(Role):
                     await self._save()
                 return existing.info()
             if existing is not None:
-                check_replaceable(existing, registration)
+                if existing.connected:
+                    raise StateConflict(
+                        f"a receiver called {registration.name!r} is alive with other sockets.",
+                        remedy="Give each receiver a name of its own, or end the other one first.",
+                    )
                 await self._remove(existing)
             elif len(self._receivers) >= MAX_RECEIVERS:
                 raise StateConflict(f"this daemon already drives {MAX_RECEIVERS} receivers.")

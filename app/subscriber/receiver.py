@@ -20,7 +20,7 @@ from app.subscriber.engine import Engine, HalfWritten
 from app.subscriber.targets import NoSource, Step, Targets, digests, is_unreadable
 from clients.protocol import ReceiverInfo, ReceiverRegistration, ReceiverState
 from clients.rollout.protocol import ReceiverError, ReceiverGone
-from engine.errors import DteError, InvalidInput, ProofError, StateConflict
+from engine.errors import DteError, InvalidInput, ProofError
 from engine.records.models import ChunkRef, CommitDecision
 from transports.errors import StoreUnavailable
 
@@ -240,7 +240,7 @@ class Receiver:
         return False
 
     async def _reunite(self, engine: Engine) -> bool:
-        """Bring ranks together of which some had finalized a version and some had not; False if that is not the case."""
+        """Bring ranks together of which some had finalized a version and some had not; False if it is not so."""
         held = {s.version for s in engine.statuses}
         if len(held) != 2 or None in held or engine.dirty:
             return False
@@ -398,23 +398,3 @@ class Receiver:
 
 def _refs(plan: list[Step]) -> list[ChunkRef]:
     return [ref for step in plan for ref in step.chunks]
-
-
-def check_registration(registration: ReceiverRegistration) -> None:
-    """InvalidInput unless this daemon can drive such a receiver."""
-    if registration.kind != "torch":
-        raise InvalidInput(f"this daemon drives receivers of kind 'torch', not {registration.kind!r}.")
-    if not 1 <= len(registration.sockets) <= 1024:
-        raise InvalidInput("a receiver has between 1 and 1024 sockets, one per rank.")
-    for path in registration.sockets:
-        if not path.startswith("/") or "\0" in path or len(path) > 107:
-            raise InvalidInput(f"not an absolute socket path: {path[:80]!r}.")
-
-
-def check_replaceable(existing: Receiver, registration: ReceiverRegistration) -> None:
-    """StateConflict if `registration` would push a living receiver off its name."""
-    if existing.connected:
-        raise StateConflict(
-            f"a receiver called {registration.name!r} is alive with other sockets.",
-            remedy="Give each receiver a name of its own, or end the other one first.",
-        )
