@@ -1,0 +1,50 @@
+"""What the ranks of one trainer agree on among themselves: a launch id, and the cut of each version.
+
+One invariant: nothing here pickles, and every rank makes the same collective calls in the same order whatever its own
+daemon says.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Agree = Callable[[int], int]
+
+
+def rank_and_world(group: Any = None) -> tuple[int, int]:
+    """This process's rank and the number of ranks; (0, 1) without torch.distributed."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(group), dist.get_world_size(group)
+    return 0, 1
+
+
+def default_agree(group: Any = None) -> Agree:
+    """The smallest of all ranks' numbers: an all-reduce over `group`, or with a single rank the number itself."""
+    if rank_and_world(group)[1] == 1:
+        return lambda number: number
+
+    def agree(number: int) -> int:
+        word = torch.tensor([number], dtype=torch.int64, device=_device(group))
+        dist.all_reduce(word, op=dist.ReduceOp.MIN, group=group)
+        return int(word.item())
+
+    return agree
+
+
+def new_launch(group: Any = None) -> str:
+    """A random launch id, the same on all ranks: the first rank's, broadcast as plain bytes."""
+    raw = torch.frombuffer(bytearray(secrets.token_bytes(12)), dtype=torch.uint8)
+    if rank_and_world(group)[1] > 1:
+        raw = raw.to(_device(group))
+        dist.broadcast(raw, src=dist.get_global_rank(group, 0) if group is not None else 0, group=group)
+        raw = raw.cpu()
+    return bytes(raw.tolist()).hex()
+
+
+def _device(group: Any) -> torch.device:
+    return torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")

@@ -1,0 +1,400 @@
+"""`TorchSource`: publishes what a torch optimizer does to a model, without ever waiting for the network.
+
+One invariant: a step is either posted under a hold that the next mutation respects, or its hold is revoked; what was
+not read is found by the daemon from the step counters and sent whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Literal, Self, TypeVar
+
+import httpx
+import torch
+
+from clients.errors import ApiError, ClientError, DaemonUnavailable
+from clients.protocol import Detector, FormulaSpec, JobState, RankRegistration, SyncRequest
+from clients.trainer.binding import Binding
+from clients.trainer.daemon import Daemon, SyncHandle, is_down
+from clients.trainer.gate import Gate
+from clients.trainer.group import Agree, default_agree, new_launch, rank_and_world
+from clients.trainer.plan import Names, OwnedSlice, Plan, Planner
+from clients.trainer.watch import Watch
+from engine.errors import DteError, InvalidInput, StateConflict
+from transports.memory.generation import ControlBlock, control_name, shm_name
+from transports.memory.shm import remove_stale
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_RETRY_S: Final = 0.5
+
+
+@dataclass(frozen=True)
+class SourceStats:
+    """What happened to training because of us.
+
+    `hold_ms` is how long mutations waited for reads in all, `last_hold_ms` the latest one; `revoked` how many reads
+    were taken back, `down` how many syncs found no daemon, `moved` how many tensors were moved in again,
+    `shared_bytes` the shared memory in use.
+    """
+
+    syncs: int
+    down: int
+    hold_ms: float
+    last_hold_ms: float
+    revoked: int
+    moved: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class _Live:
+    """What exists between `register` and `close`."""
+
+    launch: str
+    plan: Plan
+    binding: Binding
+    gate: Gate
+    watch: Watch
+
+    def drop(self) -> None:
+        self.watch.remove()
+        self.binding.close()
+        self.gate.close()
+
+
+class TorchSource:
+    """One trainer rank. Use: `register()` once, then `sync(step)` after optimizer steps, `close()` at the end."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+        *,
+        daemon: str = "http://127.0.0.1:7300",
+        run: str,
+        token: str | None = None,
+        rank: int | None = None,
+        world: int | None = None,
+        launch: str | None = None,
+        group: Any = None,
+        agree: Agree | None = None,
+        masters: Mapping[str, torch.Tensor] | None = None,
+        names: Names | None = None,
+        slices: Sequence[OwnedSlice] | None = None,
+        detector: Detector | Mapping[str, Detector] | None = None,
+        dtypes: Mapping[str, str] | None = None,
+        on_daemon_down: Literal["continue", "wait"] = "continue",
+        hold_timeout_s: float = 30.0,
+        register_timeout_s: float = 600.0,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        """Describe what to publish; nothing is touched before `register`.
+
+        `model`: its parameters and persistent buffers are declared under their names, passed through `names` (a mapping
+        or a function; None leaves a tensor out). `masters`: parameter name → FP32 master the optimizer updates.
+        `slices`: what this rank owns, instead of a model. `detector`: `snapshot` or `dense` for all trained tensors, or
+        per canonical name. `dtypes`: canonical name → dtype receivers store (default BF16 for FP32 parameters).
+        `rank`, `world`, `launch`, `agree` default to what torch.distributed's `group` says, and to a single rank.
+        """
+        if (model is None) == (slices is None):
+            raise InvalidInput("pass either a model or slices.")
+        if masters and model is None:
+            raise InvalidInput("masters need a model.")
+        if on_daemon_down not in ("continue", "wait"):
+            raise InvalidInput(f"on_daemon_down is 'continue' or 'wait', not {on_daemon_down!r}.")
+        found = rank_and_world(group)
+        self.run = run
+        self.rank = found[0] if rank is None else rank
+        self.world = found[1] if world is None else world
+        self.launch = launch
+        self.epoch: int | None = None
+        self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        self._model = model
+        self._masters = dict(masters or {})
+        self._slices = slices
+        self._names, self._detector, self._dtypes = names, detector, dtypes
+        self._group = group
+        self._agree = agree or default_agree(group)
+        self._wait_for_daemon = on_daemon_down == "wait"
+        self._hold_timeout_s = hold_timeout_s
+        self._register_timeout_s = register_timeout_s
+        self._daemon = Daemon(daemon, token, transport)
+        self._live: _Live | None = None
+        self._missed: SyncRequest | None = None
+        self._last: tuple[SyncRequest, SyncHandle] | None = None
+        self._syncs = 0
+        self._down = 0
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Tied names → the canonical name that is published for them."""
+        return dict(self._registered().plan.aliases)
+
+    @property
+    def stats(self) -> SourceStats:
+        """Counts since `register`."""
+        live = self._registered()
+        gate = live.gate.stats
+        return SourceStats(
+            self._syncs,
+            self._down,
+            gate.hold_ms,
+            gate.last_hold_ms,
+            gate.revoked,
+            live.watch.moved_total,
+            live.binding.size_bytes,
+        )
+
+    # --- registration ------------------------------------------------------------------------------------------------
+
+    def register(self, step: int = 0) -> int:
+        """Move θ, m and v into shared memory, register, and wait until the first read is done and the epoch is open.
+
+        `step` is the number of the last step done before. Returns the epoch. On any error everything is moved out
+        again. Raises InvalidInput or UnsupportedOptimizer for what cannot be declared, SharedMemoryFull, and
+        `clients.errors`.
+        """
+        if self._live is not None:
+            raise StateConflict("this source is registered already.")
+        for name in remove_stale():
+            log.info("removed shared memory %s of a process that has died", name)
+        self.launch = self.launch or new_launch(self._group)
+        live = self._move_in(self.launch, self._make_plan())
+        try:
+            live.watch.install()
+            body = RankRegistration(
+                run=self.run,
+                launch=self.launch,
+                rank=self.rank,
+                world=self.world,
+                step=step,
+                control=live.gate.control.name,
+                hold=live.gate.take(),
+                generation=live.gate.control.generation,
+                tensors=list({s.meta.name: s.meta for s in live.plan.shards}.values()),
+                groups=[FormulaSpec(name=f) for f in live.plan.formulas],
+                slices=live.binding.specs(),
+            )
+            job = self._until_up(lambda: self._daemon.register(body), "register")
+            live.gate.posted(job.id)
+            self.epoch = self._daemon.wait_job(job.id, self._register_timeout_s, opened=True).epoch
+        except BaseException:
+            live.gate.revoke("the registration failed")
+            with live.gate.control.mutating():
+                live.binding.move_out()
+            live.drop()
+            raise
+        self._live = live
+        log.info(
+            "run %s: rank %d of %d registered, launch %s, epoch %s, %d slices, %.1f MiB shared",
+            self.run, self.rank, self.world, self.launch, self.epoch, len(live.plan.shards),
+            live.binding.size_bytes / 2**20,
+        )  # fmt: skip
+        assert self.epoch is not None
+        return self.epoch
+
+    def close(self, *, unregister: bool = True) -> None:
+        """Let a running read finish, say goodbye to the daemon, and remove the files. Idempotent; training may go on.
+
+        Versions already posted are finished by the daemon.
+        """
+        live, self._live = self._live, None
+        if live is not None:
+            live.gate.wait()
+            if unregister:
+                with contextlib.suppress(ClientError):
+                    self._daemon.unregister(self.run, live.launch, self.rank)
+            live.drop()
+        self._last, self._missed = None, None
+        self._daemon.close()
+
+    def __enter__(self) -> Self:
+        if self._live is None:
+            self.register()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- training ----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def mutating(self) -> Iterator[None]:
+        """Wrap every write to declared tensors that is not an optimizer step: clipping, offload, merging, loading."""
+        with self._registered().gate.mutating():
+            yield
+
+    def sync(self, step: int, *, publish: bool = True) -> SyncHandle:
+        """Publish the weights as they are after optimizer step `step`, or accumulate them.
+
+        They accumulate when `publish` is False, when the last version is still undecided, or when a rank's daemon is
+        down; the next version then carries them. Returns after one short POST; the next optimizer step waits for the
+        read, not this call. All ranks call it for the same steps. Syncing the same step again returns the same job.
+
+        Raises StateConflict (superseded by a newer launch, steps going back, a parameter replaced), InvalidInput (a
+        step that cannot be undone), or ApiError.
+        """
+        live = self._registered()
+        if self._last is not None and step <= self._last[0].step:
+            return self._again(step)
+        problem: DteError | None = None
+        up, mine = True, -1
+        try:
+            live.watch.settle()
+            live.watch.hypers()
+            self._report_last()
+            if publish:
+                up, mine = self._cut()
+        except DteError as e:
+            problem = e
+        # Every rank makes this call, whatever happened to it: the others are waiting in it.
+        agreed = self._agree(mine)
+        if problem is not None:
+            raise problem
+        if not up:
+            return self._without_daemon(step, None)
+        assert self.epoch is not None
+        return self._post(
+            live,
+            SyncRequest(
+                run=self.run,
+                launch=live.launch,
+                epoch=self.epoch,
+                rank=self.rank,
+                step=step,
+                hold=live.gate.take(),
+                generation=live.gate.control.generation,
+                version=agreed if publish and agreed >= 0 else None,
+                hypers=live.watch.hypers(),
+                steps=live.watch.steps,
+                handles=live.watch.moved(),
+            ),
+        )
+
+    # --- sync, in pieces ---------------------------------------------------------------------------------------------
+
+    def _cut(self) -> tuple[bool, int]:
+        """(daemon is up, the version number this rank's daemon would publish next or -1)."""
+        try:
+            if self._missed is not None:
+                self._confess(self._missed)
+            cut = self._until_up(lambda: self._daemon.cut(self.run, self.rank), "ask for the next version")
+        except ClientError as e:
+            if not is_down(e):
+                raise
+            log.warning("run %s: %s Training goes on; the next sync carries this step too.", self.run, e)
+            return False, -1
+        if self.epoch is not None and cut.epoch > self.epoch:
+            raise StateConflict(
+                f"epoch {cut.epoch} of run {self.run} is open; this trainer is of epoch {self.epoch} and superseded.",
+                remedy="Stop it: a newer launch of the run has taken over.",
+            )
+        return True, -1 if cut.version is None else cut.version
+
+    def _confess(self, missed: SyncRequest) -> None:
+        """Post a version that could not be posted in its time, its hold long revoked.
+
+        The other ranks' daemons hold parts of that version. Only this rank's daemon may say that its own part will
+        never come, and it does so as soon as it sees the revoked hold.
+        """
+        try:
+            self._daemon.sync(missed)
+        except ApiError as e:
+            if is_down(e):
+                raise
+            log.warning("run %s: version %s of step %d: %s", self.run, missed.version, missed.step, e)
+        self._missed = None
+
+    def _post(self, live: _Live, request: SyncRequest) -> SyncHandle:
+        try:
+            job = self._until_up(lambda: self._daemon.sync(request), "sync")
+        except DteError as e:
+            live.gate.revoke("the sync could not be posted")
+            if not is_down(e):
+                raise
+            log.warning("run %s: %s Training goes on; the next sync carries this step too.", self.run, e)
+            return self._without_daemon(request.step, request)
+        live.gate.posted(job.id)
+        live.watch.told()
+        handle = SyncHandle(request.step, request.version, job.id, self._daemon)
+        self._last = (request, handle)
+        self._syncs += 1
+        return handle
+
+    def _again(self, step: int) -> SyncHandle:
+        """The same step once more: the same answer, unless the weights are not the same any more."""
+        assert self._last is not None
+        request, handle = self._last
+        if step < request.step:
+            raise StateConflict(
+                f"step {step} comes after step {request.step} was synced.", remedy="Step numbers only go up."
+            )
+        control = self._registered().gate.control
+        if control.generation != request.generation and control.revoked < request.hold:
+            raise StateConflict(
+                f"step {step} was synced already and the weights have changed since.",
+                remedy="Give every optimizer step its own number.",
+            )
+        return handle
+
+    def _without_daemon(self, step: int, missed: SyncRequest | None) -> SyncHandle:
+        if missed is not None and missed.version is not None:
+            self._missed = missed
+        self._down += 1
+        return SyncHandle(step, None, None, self._daemon)
+
+    def _report_last(self) -> None:
+        """Say when the previous sync failed, for those who never look at handles."""
+        if self._last is None or self._last[1].job_id is None:
+            return
+        with contextlib.suppress(ClientError):
+            job = self._daemon.peek(self._last[1].job_id)
+            if job.state in (JobState.FAILED, JobState.ABORTED):
+                why = f": {job.problem.title}. {job.problem.detail}" if job.problem is not None else ""
+                log.warning("run %s: the sync of step %d ended as %s%s", self.run, job.step, job.state, why)
+
+    def _until_up(self, call: Callable[[], T], what: str) -> T:
+        """Run `call`; with on_daemon_down='wait', again and again until the daemon can answer."""
+        while True:
+            try:
+                return call()
+            except (DaemonUnavailable, ApiError) as e:
+                if not self._wait_for_daemon or not is_down(e):
+                    raise
+                log.warning("run %s: waiting to %s: %s", self.run, what, e)
+                time.sleep(_RETRY_S)
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    def _make_plan(self) -> Plan:
+        planner = Planner(self._optimizers, names=self._names, detector=self._detector, dtypes=self._dtypes)
+        if self._model is not None:
+            planner.add_model(self._model, self._masters)
+        for part in self._slices or ():
+            planner.add_slice(part)
+        return planner.finish()
+
+    def _move_in(self, launch: str, plan: Plan) -> _Live:
+        gate = Gate(ControlBlock.create(control_name(self.run, launch, self.rank)), self._daemon, self._hold_timeout_s)
+        binding = Binding(plan, self._optimizers, self._model)
+        try:
+            with gate.control.mutating():
+                binding.move_in(lambda k: shm_name(self.run, launch, self.rank, f"m{k}"))
+        except BaseException:
+            gate.close()
+            raise
+        return _Live(launch, plan, binding, gate, Watch(plan, self._optimizers, self._model, binding, gate))
+
+    def _registered(self) -> _Live:
+        if self._live is None:
+            raise StateConflict("this source is not registered.", remedy="Call register() first.")
+        return self._live

@@ -1,0 +1,155 @@
+"""Follows the optimizers through the hooks torch offers, so that a training loop needs no change but `sync(step)`.
+
+One invariant: hyperparameters and step counters are those the latest step really used, taken inside `step()` before a
+scheduler can change them.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from clients.protocol import HyperSpec, SliceSpec
+from clients.trainer.binding import Binding
+from clients.trainer.formulas import formula_name, hyper_of
+from clients.trainer.gate import Gate
+from clients.trainer.plan import Plan
+from engine.errors import InvalidInput
+
+log = logging.getLogger(__name__)
+
+
+def ignore(*_: object) -> None:
+    """What a copied or unpickled model has in place of our hooks."""
+
+
+class _ModelHook:
+    """A hook on a model that copies and pickles of the model do not carry on."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+
+    def __call__(self, *_: object) -> None:
+        self._act()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return ignore
+
+    def __reduce__(self) -> str:
+        return "ignore"
+
+
+class Watch:
+    """Hooks on optimizers and model, and what they saw."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        optimizers: Sequence[torch.optim.Optimizer],
+        model: torch.nn.Module | None,
+        binding: Binding,
+        gate: Gate,
+    ) -> None:
+        self._plan = plan
+        self._optimizers = optimizers
+        self._model = model
+        self._binding = binding
+        self._gate = gate
+        self._handles: list[Any] = []
+        self._hypers = [self._capture(g) for g in range(len(plan.groups))]
+        self._moved: set[int] = set()
+        self.steps = binding.steps()
+        self.moved_total = 0
+
+    def install(self) -> None:
+        """Register the hooks."""
+        for number, optimizer in enumerate(self._optimizers):
+            self._handles += [
+                optimizer.register_step_pre_hook(lambda *_: self._gate.begin("step")),
+                optimizer.register_step_post_hook(lambda *_, n=number: self._stepped(n)),
+                optimizer.register_load_state_dict_pre_hook(lambda *_: self._gate.begin("load")),
+                optimizer.register_load_state_dict_post_hook(lambda *_: self._loaded()),
+            ]
+        if self._model is not None:
+            gate = weakref.ref(self._gate)
+            begin = _ModelHook(lambda: None if (g := gate()) is None else g.begin("model"))
+            end = _ModelHook(lambda: None if (g := gate()) is None else g.end("model"))
+            self._handles += [
+                self._model.register_load_state_dict_pre_hook(begin),  # type: ignore[no-untyped-call]
+                self._model.register_load_state_dict_post_hook(end),  # type: ignore[no-untyped-call]
+            ]
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def settle(self) -> None:
+        """Bring shared memory to a state that may be read: nothing running, nothing moved, side tensors copied.
+
+        StateConflict when a tensor is not any more what was registered.
+        """
+        for what in self._gate.end_all():
+            log.warning("an optimizer call (%s) did not return; the proof finds what it changed", what)
+        with self._gate.mutating():
+            self._adopt()
+            self._binding.check_frozen()
+            self._binding.refresh_mirrors()
+
+    def hypers(self) -> list[HyperSpec]:
+        """Hyperparameters per group; InvalidInput if the latest step used some that no formula can undo."""
+        usable = []
+        for h in self._hypers:
+            if isinstance(h, InvalidInput):
+                raise h
+            usable.append(h)
+        return usable
+
+    def moved(self) -> list[SliceSpec]:
+        """Slices that were moved into shared memory again since `told`."""
+        return self._binding.specs(sorted(self._moved))
+
+    def told(self) -> None:
+        """The daemon knows about what moved."""
+        self._moved.clear()
+
+    def _stepped(self, number: int) -> None:
+        for g, key in enumerate(self._plan.groups):
+            if key.optimizer == number:
+                self._hypers[g] = self._capture(g)
+        self.steps = self._binding.steps()
+        self._gate.end("step")
+
+    def _loaded(self) -> None:
+        """After `Optimizer.load_state_dict`, which replaced the state's storage."""
+        self._adopt()
+        self.steps = self._binding.steps()
+        self._gate.end("load")
+
+    def _adopt(self) -> None:
+        moved = self._binding.adopt()
+        self._moved.update(moved)
+        self.moved_total += len(moved)
+        if moved:
+            log.info("%d tensors were moved into shared memory again", len(moved))
+
+    def _capture(self, g: int) -> HyperSpec | InvalidInput:
+        """The group's hyperparameters, or why they cannot be used: raising here would break the training step."""
+        key = self._plan.groups[g]
+        optimizer = self._optimizers[key.optimizer]
+        group = optimizer.param_groups[key.index]
+        try:
+            now = formula_name(optimizer, group)
+            if now != self._plan.formulas[g]:
+                return InvalidInput(
+                    f"group {key.index} now steps as {now}, it was registered as {self._plan.formulas[g]}.",
+                    remedy="Keep foreach, fused and the kind of lr (float or tensor) as they were, or register again.",
+                )
+            return hyper_of(optimizer, group)
+        except InvalidInput as e:
+            return e
