@@ -59,7 +59,7 @@ class LanesWriter:
         try:
             with full_as_error(self._path.name), self._path.open("wb") as f:
                 while (lanes := self._queue.get()) is not None:
-                    f.write(memoryview(np.ascontiguousarray(lanes)).cast("B"))
+                    f.write(np.ascontiguousarray(lanes).data)
                 done = True
                 f.flush()
                 os.fsync(f.fileno())

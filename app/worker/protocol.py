@@ -1,6 +1,6 @@
 """What the daemon asks a worker, and what it answers. Both sides parse every message with these models.
 
-A request is `{"id": n, "op": name, …}`; the answer carries the same id and is `{"id", "ok": …}` or `{"id", "error": …}`.
+A request is `{"id": n, "op": name, …}`; the answer has the same id and is `{"id", "ok": …}` or `{"id", "error": …}`.
 Between them an `encode` sends `{"id", "chunk": …}` for every chunk that is complete on disk.
 """
 
@@ -138,11 +138,13 @@ class EncodeDone(Model):
 
 
 class Settle(Model):
-    """The version in flight is decided: drop it, or fold it back into pending."""
+    """The version in flight is decided: drop it, or fold it back into pending. `dense`: the parts did not join up with
+    the base, so after the abort nothing is believed and every tile goes dense."""
 
     op: Literal["settle"] = "settle"
     version: Count
     committed: bool
+    dense: bool = False
 
 
 class Rebase(Model):

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
-import numpy as np
 import torch
 
 from clients.protocol import MemoryRef, RankRegistration, SliceSpec
@@ -116,7 +116,8 @@ def slice_shape(spec: SliceSpec, meta: TensorMeta) -> SliceShape:
     else:
         layout = scaled(elements, item // 2)
         lanes = layout.src_numel
-    return SliceShape(spec, meta, lanes, layout, to_json(layout))
+    blocks: list[Any] = to_json(layout)
+    return SliceShape(spec, meta, lanes, layout, blocks)
 
 
 def check_slice(spec: SliceSpec, metas: dict[str, TensorMeta], groups: int) -> SliceShape:
@@ -195,7 +196,3 @@ def declaration(shape: SliceShape, digest_hex: str) -> SliceDecl:
     return SliceDecl(
         slice=shape.spec.slice, tensor=shape.meta.name, lanes=shape.lanes, blocks=shape.blocks, digest=digest_hex
     )
-
-
-def no_lanes() -> U16:
-    return np.empty(0, np.uint16)

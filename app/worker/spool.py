@@ -1,10 +1,11 @@
 """Files of one rank's spool: where they are and how they are written so that a crash leaves old or new, never a mix.
 
-    <data_dir>/spool/<run>/<launch>/<rank>/
-        rank.json            the daemon's: registration with the newest handles, epoch, jobs
-        ledger.dtl           the worker's: engine.ledger
-        lanes-<version>.bin  raw lanes of the dense tiles of the version in flight, in slice and tile order
-        chunks-<version>/    its encoded chunks
+<spool_dir>/<run>/<launch>/<rank>/
+    rank.json            the daemon's: the registration with the newest handles
+    jobs.json            the daemon's: the epoch and the newest jobs
+    ledger.dtl           the worker's: engine.ledger
+    lanes-<version>.bin  raw lanes of the dense tiles of the version in flight, in slice and tile order
+    chunks-<version>/    its encoded chunks
 """
 
 from __future__ import annotations
@@ -65,8 +66,12 @@ class RankSpool:
         self.root = root
 
     @classmethod
-    def of(cls, data_dir: Path, run: str, launch: str, rank: int) -> RankSpool:
-        return cls(data_dir / "spool" / run / launch / str(rank))
+    def of(cls, spool_dir: Path, run: str, launch: str, rank: int) -> RankSpool:
+        return cls(spool_dir / run / launch / str(rank))
+
+    @classmethod
+    def of_root(cls, root: str) -> RankSpool:
+        return cls(Path(root))
 
     def create(self) -> None:
         """Make the directory, for this user only."""
@@ -76,6 +81,10 @@ class RankSpool:
     @property
     def rank_file(self) -> Path:
         return self.root / "rank.json"
+
+    @property
+    def jobs_file(self) -> Path:
+        return self.root / "jobs.json"
 
     @property
     def ledger_file(self) -> Path:

@@ -1,0 +1,109 @@
+"""Entry of the worker process: frames in on stdin, frames out on stdout, nothing else on either.
+
+One invariant: the worker lives no longer than the daemon that started it. It ends when stdin ends, and the kernel kills
+it when the daemon dies while it computes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, BinaryIO
+
+from pydantic import TypeAdapter, ValidationError
+
+from app.worker import frames
+from app.worker import protocol as p
+from engine.errors import DteError, InvalidInput, StateConflict
+
+log = logging.getLogger("dte.worker")
+
+_REQUEST: TypeAdapter[p.Request] = TypeAdapter(p.Request)
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent dies; end at once if that has happened already."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(1)
+
+
+def private_stdout() -> BinaryIO:
+    """The real stdout for frames; whatever else prints goes to stderr from now on."""
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return out
+
+
+class Server:
+    """Answers requests: tensor work in one thread, in order; encoding in another, beside it."""
+
+    def __init__(self, source: BinaryIO, sink: BinaryIO) -> None:
+        self._in = source
+        self._out = sink
+        self._write_lock = threading.Lock()
+        self._tensor = ThreadPoolExecutor(1, "tensor")
+        self._encode = ThreadPoolExecutor(1, "encode")
+        self._rank: Any = None
+
+    def run(self) -> None:
+        """Serve until stdin ends."""
+        while (message := frames.read(self._in)) is not None:
+            pool = self._encode if message.get("op") == "encode" else self._tensor
+            pool.submit(self._answer, message)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        data = frames.pack(message)
+        with self._write_lock:
+            self._out.write(data)
+            self._out.flush()
+
+    def _answer(self, message: dict[str, Any]) -> None:
+        number = message.pop("id", None)
+        try:
+            try:
+                request = _REQUEST.validate_python(message)
+            except ValidationError as error:
+                raise InvalidInput(f"not a worker request: {error.error_count()} errors.") from None
+            reply = self._dispatch(number, request)
+            self._send({"id": number, "ok": reply.model_dump(mode="json")})
+        except DteError as error:
+            self._send({"id": number, "error": p.error_to_json(error)})
+        except BaseException:
+            # An error nobody foresaw: say so in the log and die; the daemon starts over from the ledger.
+            log.exception("the worker failed")
+            os._exit(3)
+
+    def _dispatch(self, number: Any, request: p.Request) -> Any:
+        if isinstance(request, p.Open):
+            from app.worker.rank import RankWorker
+
+            worker = RankWorker(request)
+            opened = worker.open()
+            self._rank = worker
+            return opened
+        rank = self._rank
+        if rank is None:
+            raise StateConflict("the first request must be `open`.")
+        if isinstance(request, p.Encode):
+            return rank.encode(request, lambda c: self._send({"id": number, "chunk": c.model_dump(mode="json")}))
+        return getattr(rank, request.op)(request)
+
+
+def main() -> None:
+    """`python -m app.worker PARENT_PID`."""
+    die_with_parent(int(sys.argv[1]))
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Server(sys.stdin.buffer, private_stdout()).run()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
