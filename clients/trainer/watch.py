@@ -27,6 +27,10 @@ def ignore(*_: object) -> None:
     """What a copied or unpickled model has in place of our hooks."""
 
 
+def _ignore() -> Callable[..., None]:
+    return ignore
+
+
 class _ModelHook:
     """A hook on a model that copies and pickles of the model do not carry on."""
 
@@ -39,8 +43,8 @@ class _ModelHook:
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return ignore
 
-    def __reduce__(self) -> str:
-        return "ignore"
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _ignore, ()
 
 
 class Watch:
