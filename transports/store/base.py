@@ -57,7 +57,7 @@ class ChunkStore(ABC):
     async def delete(self, key: str) -> bool:
         """Remove the object. True if there was one."""
 
-    async def aclose(self) -> None:
+    async def aclose(self) -> None:  # noqa: B027 - most stores have nothing to release
         """Release connections. The store must not be used afterwards."""
 
     async def __aenter__(self) -> Self:

@@ -28,7 +28,6 @@ from transports.store.retry import Retrier, RetryPolicy, Surroundings
 
 _SMALL_BYTES = 64 << 10
 _MAX_REPLY_BYTES = 8 << 20
-_PAGE = 1000
 _CORRUPT_TRIES = 3
 
 Content = Callable[[], bytes | AsyncIterator[bytes]]
@@ -58,6 +57,7 @@ class HttpStore(ChunkStore):
         *,
         policy: RetryPolicy | None = None,
         max_connections: int = 16,
+        page_keys: int = 1000,
         transport: httpx.AsyncBaseTransport | None = None,
         around: Surroundings | None = None,
     ) -> None:
@@ -71,6 +71,7 @@ class HttpStore(ChunkStore):
         ):
             raise InvalidInput("not the address of a store.", remedy="Use http(s)://host:port/store, without a query.")
         self._base = base_url.rstrip("/")
+        self._page_keys = page_keys
         self._policy = policy or RetryPolicy()
         self._around = around or Surroundings()
         headers = {"Accept-Encoding": "identity"}
@@ -128,7 +129,7 @@ class HttpStore(ChunkStore):
                 raise InvalidInput(f"not a prefix: {prefix[:80]!r}.", remedy="A prefix ends with a slash.")
         after: str | None = ""
         while after is not None:
-            params = {"prefix": prefix, "after": after, "limit": str(_PAGE)}
+            params = {"prefix": prefix, "after": after, "limit": str(self._page_keys)}
             reply = await self._until_answered("GET", None, Retrier(what, self._policy, self._around), params=params)
             if reply.status != 200:
                 raise replies.error(reply, what)
