@@ -294,7 +294,9 @@ def delta_digest_tiles(
     _same_length(ranks, canonical, old, new)
     lo, hi = tile_start * tile_lanes, (tile_start + tiles) * tile_lanes
     if ranks.size and (int(ranks.min()) < lo or int(ranks.max()) >= hi):
-        raise InvalidInput(f"ranks of the delta of {key.name!r} lie outside tiles [{tile_start}, {tile_start + tiles}).")
+        raise InvalidInput(
+            f"ranks of the delta of {key.name!r} lie outside tiles [{tile_start}, {tile_start + tiles})."
+        )
     out = np.zeros(tiles, np.uint64)
     weights = key.weights(canonical)
     _delta_tiles(weights, np.ascontiguousarray(ranks, np.int64), old, new, tile_start, tile_lanes, out)

@@ -105,7 +105,8 @@ def encode(header: ChunkHeader, items: list[ChunkItem], level: int = 1) -> Encod
         for name, array in zip(STREAMS[1:], streams, strict=True):
             parts[name].append(array)
         heads.append(ItemHead.of(item, coded_gaps.shift, where.size, coded_skips.shift))
-    table.check_distinct(heads)
+    if not table.distinct(heads):
+        raise InvalidInput("a chunk may not speak twice of the same slice.")
     raws = [table.to_bytes(heads), *(_join(parts[name]) for name in STREAMS[1:])]
     if len(raws[0]) > table.MAX_TABLE_BYTES or sum(map(len, raws)) > MAX_CHUNK_RAW_BYTES:
         raise InvalidInput(
@@ -286,7 +287,8 @@ def decode(
         bodies.append(view[at : at + stored])
         at += stored
     heads = table.from_bytes(_unpack(bodies[0], described[0][0], described[0][2]))
-    table.check_distinct(heads)
+    if not table.distinct(heads):
+        raise _bad("it speaks twice of the same slice")
     _check_sizes(heads, described)
     streams = {
         name: _Stream(name, _unpack(body, raw, method))

@@ -159,7 +159,9 @@ def decode_values(coded: Coded, limit: int) -> tuple[I64, int]:
 
 def gaps_of(positions: I64) -> I64:
     """Positions skipped before each of the strictly rising `positions`."""
-    return np.diff(positions, prepend=np.int64(-1)) - 1
+    gaps = positions.copy()
+    gaps[1:] -= positions[:-1] + 1
+    return gaps
 
 
 @njit

@@ -191,10 +191,9 @@ def _check_slice(item: ItemHead | ChunkItem) -> None:
     validate_slice(layout, item.lanes, tensor=item.tensor)
 
 
-def check_distinct(heads: list[ItemHead]) -> None:
-    """CodecError if two items speak of the same slice of the same tensor."""
-    if len({(h.tensor, h.slice) for h in heads}) != len(heads):
-        raise CodecError("a chunk speaks twice of the same slice.")
+def distinct(heads: list[ItemHead]) -> bool:
+    """Whether no two items speak of the same slice of the same tensor."""
+    return len({(h.tensor, h.slice) for h in heads}) == len(heads)
 
 
 def check_entries(item: ChunkItem) -> None:
