@@ -1,6 +1,14 @@
 """Records of the commit protocol, their bytes, and their keys in the store."""
 
-from engine.records.canonical import MAX_RECORD_BYTES, parse_decision, parse_record, record_bytes, sha256_hex, sign, verify
+from engine.records.canonical import (
+    MAX_RECORD_BYTES,
+    parse_decision,
+    parse_record,
+    record_bytes,
+    sha256_hex,
+    sign,
+    verify,
+)
 from engine.records.models import (
     ITEMSIZE,
     AbortDecision,

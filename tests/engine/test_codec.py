@@ -6,6 +6,7 @@ import json
 import struct
 import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,13 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.codec import baselines, chunk, streams
+from engine.codec import baselines, chunk, streams, table
 from engine.codec.chunk import ChunkHeader, ChunkItem, EncodedChunk, decode, encode
 from engine.errors import CodecError, InvalidInput
 from engine.layout.blocks import TILE_LANES
+from engine.layout.meet import MAX_BLOCKS
+from engine.records import keys
+from engine.records.canonical import MAX_RECORD_BYTES
 
 HEADER = ChunkHeader("run-1", 7, 2, 3, 0, 6)
 NOTHING = np.empty(0, np.uint16)
@@ -424,7 +428,7 @@ def test_a_decompression_bomb_is_not_unpacked() -> None:
     good = small().data
     length = struct.unpack_from("<4sHHI", good)[3]
     header = json.loads(good[12 : 12 + length])
-    table = good[12 + length :][: header["streams"][0][1]]
+    good_table = good[12 + length :][: header["streams"][0][1]]
     cases = []
     for frame in (bomb, unsized):
         for declared in (1 << 28, len(frame) + 1):
@@ -432,7 +436,7 @@ def test_a_decompression_bomb_is_not_unpacked() -> None:
                 streams_ = [header["streams"][0], *([[0, 0, 0]] * 11)]
                 streams_[k] = [declared, len(frame), 1]
                 text = json.dumps({**header, "streams": streams_}).encode()
-                body = frame if k == 0 else table + frame
+                body = frame if k == 0 else good_table + frame
                 cases.append(struct.pack("<4sHHI", b"DTCK", 1, 0, len(text)) + text + body)
     tracemalloc.start()
     for case in cases:
@@ -451,12 +455,26 @@ def test_a_header_other_than_expected_is_refused() -> None:
     assert chunk.read_header(good.data[:2000]) == HEADER
 
 
-def test_the_page_describes_what_is_written() -> None:
-    """docs/formats.md names every stream, field and limit."""
-    from pathlib import Path
+PAGE = Path(__file__).parents[2] / "docs" / "formats.md"
 
-    from engine.codec import table
 
-    page = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
+def test_the_page_names_every_stream_field_and_limit() -> None:
+    page = PAGE.read_text()
     for word in (*chunk.STREAMS, *table._FIELDS, "DTCK"):
         assert f"`{word}`" in page, word
+    limits = (chunk.MAX_HEADER_BYTES, chunk.MAX_CHUNK_RAW_BYTES, table.MAX_TABLE_BYTES, table.MAX_ITEMS)
+    for limit in (*limits, table.MAX_ITEM_BLOCKS, MAX_BLOCKS, MAX_RECORD_BYTES, keys.MAX_KEY_LENGTH):
+        assert f"{limit:,}" in page, limit
+
+
+def test_the_page_shows_a_real_chunk() -> None:
+    sparse = replace(item([5, 6, 300, 1100], [1, -1, 3, -32768], 1200, name="model.norm.weight"), shape=(4, 300))
+    dense = item([], [], 3, [0], np.array([0x3F80, 0xBF80, 1], np.uint16), "model.bias", 1)
+    data = encode(ChunkHeader("demo", 3, 1, 0, 0, 2), [sparse, dense]).data
+    page = PAGE.read_text()
+    squeezed = "".join(page.split())
+    assert data[:12].hex() in squeezed
+    assert raw_stream(data, "table").decode() in squeezed
+    for name in chunk.STREAMS[1:]:
+        raw = raw_stream(data, name)
+        assert not raw or f"| `{name}` | `{raw.hex()}` |" in page
