@@ -57,9 +57,10 @@ def run_digest(lanes: U16, a: U64, b: U64, start: int) -> np.uint64:
     while k < n:
         column = (start + k) & _MASK
         m = min(ROW - column, n - k)
+        words, piece = a[column : column + m], lanes[k : k + m]  # plain indices: this loop becomes vector code
         s = np.uint64(0)
         for x in range(m):
-            s += a[column + x] * (np.uint64(lanes[k + x]) + np.uint64(1))
+            s += words[x] * np.uint64(np.uint32(piece[x]) + np.uint32(1))
         total += b[(start + k) >> _SHIFT] * s
         k += m
     return total
