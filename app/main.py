@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib
 import logging
+import signal
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -114,7 +116,7 @@ def create_app(settings: Settings) -> FastAPI:
     app = FastAPI(
         title="Delta Transfer Engine",
         version=package_version(),
-        lifespan=_lifespan,
+        lifespan=lifespan_of(node, roles),
         docs_url=None,
         redoc_url=None,
         responses={
@@ -143,25 +145,27 @@ def create_app(settings: Settings) -> FastAPI:
     return app
 
 
-@asynccontextmanager
-async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    node: Node = app.state.node
-    roles: Iterable[Role] = app.state.roles
-    async with AsyncExitStack() as stack:
-        stack.push_async_callback(node.store.aclose)
-        stack.callback(node.events.close)
-        try:
-            for role in roles:
-                # Pushed first: a role whose start fails half-way still owes a stop to what it started.
-                stack.push_async_callback(_stop, role.name, role.stop)
-                await role.start()
-                log.info("role %s started", role.name)
-        except Exception as e:
-            app.state.start_error = e
-            raise
-        node.events.publish("daemon-started", roles=[r.name for r in roles])
-        yield
-        node.events.publish("daemon-stopping")
+def lifespan_of(node: Node, roles: Sequence[Role]) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """The life of a daemon: roles start in order and stop in reverse, then the store is closed."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(node.store.aclose)
+            stack.callback(node.events.close)
+            try:
+                for role in roles:
+                    # Pushed first: a role whose start fails half-way still owes a stop to what it started.
+                    stack.push_async_callback(_stop, role.name, role.stop)
+                    await role.start()
+                    log.info("role %s started", role.name)
+            except Exception as e:
+                app.state.start_error = e
+                raise
+            node.events.publish("daemon-started", roles=[r.name for r in roles])
+            yield
+
+    return lifespan
 
 
 async def _stop(name: str, stop: Callable[[], Awaitable[None]]) -> None:
@@ -225,6 +229,21 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets=sockets)
 
 
+@contextmanager
+def _quiet_signals() -> Iterator[None]:
+    """The server raises the signal that stopped it once more when it is done; a stop that was asked for is a success,
+    so that one is ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {s: signal.signal(s, lambda *_: None) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+
+
 def configure_logging(level: str) -> None:
     """Plain lines on stderr: time, level, logger, message."""
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -253,7 +272,8 @@ def serve(settings: Settings, *, ready: Callable[[str], None] | None = None) -> 
     )
     server = _Server(config, app.state.node.events, ready)
     try:
-        server.run()
+        with _quiet_signals():
+            server.run()
     except SystemExit as e:
         raise StartError(
             f"cannot listen on {settings.host}:{settings.port}.", remedy="Is another daemon running? Set DTE_PORT."
