@@ -91,6 +91,7 @@ class Flights:
         await abort_version(s.node, s.chain, s.committer, version, s.epoch, reason)
         if s.promised == version:
             s.promised = None
+            s.changed()
         with contextlib.suppress(LaunchEnded):
             s.check_superseded()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 
 from app.chain import Chain
 from app.committer import Committer
@@ -70,6 +71,7 @@ class RankState:
         self.unbegun = False
         """The epoch is open, but the ledger does not know yet (the daemon died in between)."""
         self._lost_in_flight = False
+        self._changed = asyncio.Event()
         self._save_lock = asyncio.Lock()
         s = node.settings
         self.link = WorkerLink(
@@ -98,6 +100,18 @@ class RankState:
     def undecided(self) -> int | None:
         """The number this rank waits for, if any."""
         return self.in_flight if self.in_flight is not None else self.promised
+
+    def changed(self) -> None:
+        """Wake who waits in `until`."""
+        event, self._changed = self._changed, asyncio.Event()
+        event.set()
+
+    async def until(self, reached: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until `reached()` or `timeout_s` is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not reached():
+                    await self._changed.wait()
 
     # --- the end ---------------------------------------------------------------------------------------------------
 
@@ -232,3 +246,4 @@ class RankState:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, 10.0)
         self.in_flight = None
+        self.changed()

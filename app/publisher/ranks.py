@@ -34,6 +34,7 @@ from transports.errors import StoreError
 log = logging.getLogger(__name__)
 
 QUEUED_SYNCS = 8
+NOTING_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,8 @@ class RankSession:
             await state.chain.refresh()
         except StoreError as error:
             return Cut(epoch=epoch, version=None, reason=f"the store cannot be read: {error.message}")
+        # What only has to be noted down here is worth a moment: a null costs the whole job a version.
+        await state.until(self._noted, NOTING_S)
         state.check_superseded()
         if state.undecided is not None:
             return Cut(epoch=epoch, version=None, reason=f"version {state.undecided} is not decided yet")
@@ -156,6 +159,12 @@ class RankSession:
             await asyncio.gather(self._main, return_exceptions=True)
         await self._flights.stop()
         await self.state.link.stop()
+
+    def _noted(self) -> bool:
+        """Nothing is being read, and no version waits that is decided already."""
+        undecided = self.state.undecided
+        reading = self._busy or not self._queue.empty()
+        return not reading and (undecided is None or undecided >= self.state.chain.next_version)
 
     # --- accepting -------------------------------------------------------------------------------------------------
 
@@ -241,6 +250,7 @@ class RankSession:
                 finally:
                     self._busy = False
                     self._queue.task_done()
+                    state.changed()
         except asyncio.CancelledError:
             raise
         except Exception as error:

@@ -1,7 +1,7 @@
 """A scripted trainer: real torch AdamW over parameters in shared memory, several ranks in one process if wanted.
 
-Every rank has its control block and its slices; the memory is shared, so one `step` moves all ranks at once, as a step of
-a real job does.
+Every rank has its control block and its slices; the memory is shared, so one `step` moves all ranks at once, as a step
+of a real job does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FORMULA = "torch-adamw/cpu/single"
 
 @dataclass
 class Piece:
-    """One slice: `theta` is 1-D over shared memory; `index` its canonical element indices (for the test's own check)."""
+    """One slice: `theta` is 1-D over shared memory, `index` its canonical element indices (for the test's check)."""
 
     tensor: str
     blocks: list[Any]
@@ -56,7 +56,7 @@ class ScriptedTrainer:
         self.world = world
         self.step_number = 0
         self.generator = torch.Generator().manual_seed(seed)
-        self.lr = 1e-3
+        self.lr = 2e-6
         self.tensors = [
             TensorMeta(name="embed", shape=(72, 1024)),
             TensorMeta(name="proj", shape=(40, 96)),
