@@ -1,4 +1,4 @@
-"""Who may call, and how much they may send: pure ASGI middleware in front of every route.
+"""Who may call: pure ASGI middleware in front of every route.
 
 Invariant: with a token set, nothing but `/healthz` answers a request that lacks it. Without one (loopback only), a web
 page in a browser on this machine still cannot reach the daemon, not even by DNS rebinding.
@@ -11,13 +11,11 @@ import ipaddress
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.problems import HttpProblem, response
 
 OPEN_PATHS = frozenset({"/healthz"})
-STORE_PREFIX = "/store"
 
 
 class BearerAuth:
@@ -81,45 +79,3 @@ def _rebindable(host: str) -> bool:
     except ValueError:
         return "." in name and not name.endswith(".localhost")
     return False
-
-
-class BodyLimit:
-    """Answers 413 to a body longer than `max_bytes`, by its declared length or while it arrives.
-
-    The store is exempt: it streams to disk and has a limit of its own.
-    """
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self.app = app
-        self._max = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "")
-        if scope["type"] != "http" or path == STORE_PREFIX or path.startswith(STORE_PREFIX + "/"):
-            await self.app(scope, receive, send)
-            return
-        declared = Headers(scope=scope).get("content-length", "0")
-        if not (declared.isascii() and declared.isdigit()) or len(declared) > 19 or int(declared) > self._max:
-            await response(self._problem())(scope, receive, send)
-            return
-        seen = 0
-
-        async def limited() -> Message:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > self._max:
-                # The framework passes this class through its body parsing; another one would become a 400.
-                raise HTTPException(413, self._problem().message)
-            return message
-
-        await self.app(scope, limited, send)
-
-    def _problem(self) -> HttpProblem:
-        return HttpProblem(
-            413,
-            "body-too-large",
-            f"The body is longer than {self._max} bytes.",
-            remedy="Send less, or raise max_body_bytes (DTE_MAX_BODY_BYTES).",
-            headers={"Connection": "close"},
-        )

@@ -24,7 +24,8 @@ from app import problems
 from app.api import events as events_api
 from app.api import health as health_api
 from app.api import versions as versions_api
-from app.auth import BearerAuth, BodyLimit
+from app.auth import BearerAuth
+from app.bodies import BodyLimit, DrainUnread
 from app.chains import Chains
 from app.decision_events import observer
 from app.degraded import Degraded
@@ -142,6 +143,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_middleware(BearerAuth, token=None if token is None else token.get_secret_value())
     app.add_middleware(RequestMetrics, metrics=node.metrics)
     app.add_middleware(problems.UnexpectedErrors)
+    app.add_middleware(DrainUnread)
     return app
 
 

@@ -162,7 +162,7 @@ async def _on_validation_error(request: Request, error: Exception) -> JSONRespon
 
 
 class UnexpectedErrors:
-    """The outermost middleware: an error nobody foresaw is logged and answered without saying what it was.
+    """Middleware around all that may fail: an error nobody foresaw is logged, and answered without saying what it was.
 
     Once a response has started, the error goes on, so that the server cuts the connection and the client sees that
     the body is not whole.

@@ -206,7 +206,6 @@ class _Server:
             "object-too-large",
             f"the object is longer than {self._max} bytes.",
             remedy="Use smaller chunks, or raise max_object_bytes (DTE_MAX_OBJECT_BYTES).",
-            headers={"Connection": "close"},
         )
 
     async def _body(self, reader: Reader, start: int, stop: int) -> AsyncIterator[bytes]:

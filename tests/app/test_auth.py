@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, MutableMapping
 from pathlib import Path
 
 import httpx
@@ -12,9 +12,11 @@ from fastapi.testclient import TestClient
 from pydantic import BaseModel
 
 from app import problems
-from app.auth import BearerAuth, BodyLimit
+from app.auth import BearerAuth
+from app.bodies import BodyLimit, DrainUnread
 from app.main import create_app
 from app.settings import Settings
+from tests.transports.http_server import serving
 
 TOKEN = "correct-horse"
 
@@ -46,6 +48,7 @@ def small_app(token: str | None, max_bytes: int = 1000) -> FastAPI:
     app.add_middleware(BodyLimit, max_bytes=max_bytes)
     app.add_middleware(BearerAuth, token=token)
     app.add_middleware(problems.UnexpectedErrors)
+    app.add_middleware(DrainUnread, max_bytes=10_000_000)
     return app
 
 
@@ -171,3 +174,36 @@ def test_a_length_that_is_no_number_is_refused(local: TestClient, length: str) -
 
 def test_the_store_has_its_own_limit(local: TestClient) -> None:
     assert local.put("/store/k", content=b"x" * 5000).json() == 5000
+
+
+# --- refusals reach their sender ------------------------------------------------------------------------------------
+
+
+def test_a_refusal_reaches_a_client_that_is_still_sending() -> None:
+    with serving(small_app(TOKEN)) as url, httpx.Client(base_url=url) as client:
+        for _ in range(10):
+            assert client.put("/store/k", content=b"x" * 8_000_000).status_code == 401
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        assert client.post("/raw", content=b"x" * 8_000_000, headers=headers).status_code == 413
+
+
+@pytest.mark.anyio
+async def test_only_so_much_is_read_for_the_sake_of_a_refusal() -> None:
+    read = 0
+
+    async def receive() -> dict[str, object]:
+        nonlocal read
+        read += 1_000_000
+        return {"type": "http.request", "body": b"x" * 1_000_000, "more_body": True}
+
+    sent: list[dict[str, object]] = []
+
+    async def send(message: MutableMapping[str, object]) -> None:
+        sent.append(dict(message))
+
+    headers = [(b"transfer-encoding", b"chunked")]
+    scope = {"type": "http", "method": "PUT", "path": "/store/k", "headers": headers, "query_string": b""}
+    await small_app(TOKEN)(scope, receive, send)
+    assert read == 10_000_000
+    assert sent[0]["status"] == 401
+    assert (b"connection", b"close") in sent[0]["headers"]  # type: ignore[operator]

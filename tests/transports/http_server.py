@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from app import problems
 from app.api.store import store_router
+from app.bodies import DrainUnread
 from app.metrics import Metrics
 from transports.store.local import LocalStore
 
@@ -26,6 +27,7 @@ def store_app(store: LocalStore | Path, *, max_object_bytes: int = 1 << 30) -> F
     own = store if isinstance(store, LocalStore) else LocalStore(store)
     app.include_router(store_router(own, Metrics(), max_object_bytes=max_object_bytes))
     app.add_middleware(problems.UnexpectedErrors)
+    app.add_middleware(DrainUnread)
     return app
 
 
