@@ -10,7 +10,7 @@ import json
 import signal
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from app.demo.table import DemoTable, Row
 if TYPE_CHECKING:
     from app.demo.compare import Comparison
     from app.demo.grpo import Grpo, Rollout
+    from app.demo.model import Policy
     from app.demo.record import Recorder
     from app.demo.stage import Stage
     from clients.control import ControlClient
@@ -46,11 +47,14 @@ class DemoOptions:
     keep: bool = False
 
 
-def run_demo(options: DemoOptions) -> int:
-    """Run it all; returns the exit code. Raises DteError when something cannot be started or fails on the way."""
+def run_demo(options: DemoOptions, load: Callable[[int], Policy] | None = None) -> int:
+    """Run it all; returns the exit code. Raises DteError when something cannot be started or fails on the way.
+
+    `load`: makes the policy from the seed; SmolLM2-135M if not given.
+    """
     started = time.monotonic()
     with _terminate_as_exit(), DemoTable() as table:
-        rows, comparisons, waited_ms, workdir = _run(options, table)
+        rows, comparisons, waited_ms, workdir = _run(options, table, load)
     exact = bool(comparisons) and all(c.bit_exact for c in comparisons)
     for c in comparisons:
         verdict = (
@@ -96,13 +100,15 @@ def _summary(
     }
 
 
-def _run(options: DemoOptions, table: DemoTable) -> tuple[list[Row], list[Comparison], float, Path]:
+def _run(
+    options: DemoOptions, table: DemoTable, load: Callable[[int], Policy] | None
+) -> tuple[list[Row], list[Comparison], float, Path]:
     from app.demo.stage import Stage
 
     with Stage(RUN, options.receivers, keep=options.keep) as stage:
         table.note("starting the daemons")
         stage.start_daemons()
-        table.note("loading SmolLM2-135M")
+        table.note("loading the model")
         import torch
 
         from app.demo.grpo import Grpo, GrpoSettings
@@ -110,7 +116,7 @@ def _run(options: DemoOptions, table: DemoTable) -> tuple[list[Row], list[Compar
         from clients.control import ControlClient
         from clients.trainer import TorchSource
 
-        policy = load_policy(options.seed)
+        policy = (load or load_policy)(options.seed)
         stage.start_receivers(policy.config_json)
         settings = GrpoSettings(minibatches=options.minibatches)
         optimizer = torch.optim.AdamW(
@@ -200,9 +206,7 @@ class _Loop:
             self._table.note(f"{what}: the receivers generate from version {self._installed}")
             rollout = self._grpo.collect(lambda request: self._stage.generate(request, self._installed))
             self._table.note(f"{what}: training")
-            count = 0
-            for stats in self._grpo.update(rollout):
-                count += 1
+            for count, stats in enumerate(self._grpo.update(rollout), start=1):
                 publish = count == self._options.minibatches
                 handle = self._source.sync(stats.step, publish=publish)
                 if self._recorder is not None and stats.step == self._last_step:
