@@ -15,7 +15,7 @@ import torch
 
 from engine.optimizers.arithmetic import f32, fma, ieee_sqrt
 from engine.optimizers.base import Interval, StepContext
-from engine.optimizers.bounds import FastBound, StepBound, U, fast_bound_of, invert_step
+from engine.optimizers.bounds import MIN_STEP, FastBound, StepBound, U, fast_bound_of, invert_step
 
 Implementation = Literal["single", "foreach", "fused", "capturable"]
 
@@ -101,7 +101,9 @@ class TorchAdamCuda:
     def _bound(self, ctx: StepContext) -> StepBound:
         k = self._constants(ctx)
         decays = ctx.hyper.weight_decay != 0
-        if not (k.step_size < 2.0**60 and k.root_bias_correction2 > 0 and k.pow_rel < 0.01):
+        # A step size of 0 that does not come from lr = 0 hides an overflow, which the device may have just missed.
+        underflows = ctx.hyper.lr != 0 and abs(ctx.hyper.lr) < MIN_STEP
+        if underflows or not (k.step_size < 2.0**60 and k.root_bias_correction2 > 0 and k.pow_rel < 0.01):
             return StepBound(c=1.0, s=0.0, b=1.0, eps=0.0, q_rel=0.0, known=False)
         c, decay_rel = 1.0, 0.0
         if decays and self.implementation == "fused":

@@ -108,8 +108,10 @@ def invert_step(step: StepBound, theta: torch.Tensor, m: torch.Tensor, v: torch.
     den = root / step.b + step.eps
     root_slack: torch.Tensor | float = step.root_abs
     if v.dtype != torch.float32:
-        lowest = (var - (var * _MOMENT_REL[v.dtype] + _MOMENT_ABS[v.dtype])).clamp_min(0.0)
-        root_slack = (root - torch.sqrt(lowest)) / step.b + step.root_abs
+        error = var * _MOMENT_REL[v.dtype] + _MOMENT_ABS[v.dtype]
+        # Downwards the root moves more, except where the stored value is smaller than its own error (0, say).
+        move = torch.maximum(root - torch.sqrt((var - error).clamp_min(0.0)), torch.sqrt(var + error) - root)
+        root_slack = move / step.b + step.root_abs
     num_slack: torch.Tensor | float = step.num_abs
     if m.dtype != torch.float32:
         num_slack = abs(step.s) * (mom.abs() * _MOMENT_REL[m.dtype] + _MOMENT_ABS[m.dtype]) + step.num_abs

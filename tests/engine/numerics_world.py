@@ -37,7 +37,7 @@ class Step:
 
 
 def adversarial_theta(n: int, rng: np.random.Generator, *, finite: bool = False) -> torch.Tensor:
-    """Normal weights, every exponent, ±3 ulp around BF16 rounding boundaries, subnormals, ±0, |θ| ≈ lr, BF16 lattice."""
+    """Normal weights, every exponent, ±3 ulp around BF16 rounding boundaries, subnormals, ±0, |θ| ≈ lr, BF16 values."""
     k = n // 8
 
     def near_boundary(low: int, high: int, size: int) -> np.ndarray:

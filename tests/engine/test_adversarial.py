@@ -6,14 +6,12 @@ import zlib
 
 import numpy as np
 import pytest
-import torch
 
 from engine.detect import kernels
 from engine.detect.classify import classify
 from engine.detect.cpu import _pack
 from engine.digest import DigestKey
 from engine.optimizers import registry
-from engine.optimizers.base import StepContext
 from engine.optimizers.bounds import HasFastBound
 from tests.engine.numerics_world import (
     Step,
@@ -50,7 +48,8 @@ def assert_scan_agrees(step: Step, constants: kernels.F32, sent: np.ndarray, amb
     flagged = np.empty(n, np.int32)
     key = DigestKey.for_tensor("x")
     arrays = (step.theta.numpy(), step.m.numpy(), step.v.numpy())
-    count = kernels.scan(*arrays, constants, 0x7FC0, key.a, key.b_words(1), -1, 1 << 16, np.zeros(1, np.uint64), flagged)
+    digests = np.zeros(1, np.uint64)
+    count = kernels.scan(*arrays, constants, 0x7FC0, key.a, key.b_words(1), -1, 1 << 16, digests, flagged)
     seen = np.zeros(n, np.bool_)
     seen[flagged[:count]] = True
     assert seen[sent].all()
@@ -62,7 +61,7 @@ def sweep(name: str, configurations: int, n: int, seed: int) -> None:
     formula = registry.get(name)
     total = known = 0
     for _ in range(configurations):
-        hyper = random_hyper(rng, tensor_lr=name.endswith("tensor-lr") or rng.random() < 0.3 and "capturable" in name)
+        hyper = random_hyper(rng, tensor_lr=name.endswith("tensor-lr") or (rng.random() < 0.3 and "capturable" in name))
         theta = adversarial_theta(n, rng)
         grads = [adversarial_grad(n, rng) for _ in range(3)]
         for step in run_steps(formula, hyper, theta, grads, first_step=int(rng.choice(FIRST_STEPS))):
