@@ -182,11 +182,11 @@ class Receiver:
         while not self._stopping:
             try:
                 await self._chain.refresh()
-                head = self._chain.head
+                head, known = self._chain.head, self._chain.next_version
                 if head is not None:
                     await self._bring_to(engine, head)
                 pause_s = FIRST_PAUSE_S
-                await self._watch(engine)
+                await self._watch(engine, known)
             except ReceiverGone:
                 raise
             except DteError as error:
@@ -314,9 +314,11 @@ class Receiver:
             remedy="Wait for the trainer's next dense version, or restore the store's objects.",
         )
 
-    async def _watch(self, engine: Engine) -> None:
-        """Return when there is something to do; ReceiverGone when the receiver's process ends."""
-        known = self._chain.next_version
+    async def _watch(self, engine: Engine, known: int) -> None:
+        """Return when there is something to do; ReceiverGone when the receiver's process ends.
+
+        `known`: the next number at the time the receiver's target was chosen; others may have read on since.
+        """
         while not self._stopping and not self._kicked.is_set():
             news = asyncio.ensure_future(self._chain.wait(known, STATUS_EVERY_S))
             gone = asyncio.ensure_future(engine.wait_gone())
@@ -340,16 +342,15 @@ class Receiver:
 
     async def _rest_or_gone(self, engine: Engine, pause_s: float) -> None:
         gone = asyncio.ensure_future(engine.wait_gone())
-        kick = asyncio.ensure_future(self._kicked.wait())
+        rest = asyncio.ensure_future(self._rest(pause_s))
         try:
-            await asyncio.wait([gone, kick], timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([gone, rest], return_when=asyncio.FIRST_COMPLETED)
             if gone.done():
                 raise ReceiverGone("the receiver's process ended.")
-            self._kicked.clear()
         finally:
-            for task in (gone, kick):
+            for task in (gone, rest):
                 task.cancel()
-            await asyncio.gather(gone, kick, return_exceptions=True)
+            await asyncio.gather(gone, rest, return_exceptions=True)
 
     # --- bookkeeping ------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from app.subscriber.cache import ChunkCache
 from clients.rollout.protocol import ChunkBody, TargetBody
 from engine.errors import CodecError, DteError, StateConflict
 from engine.records.models import ChunkRef, CommitDecision, TensorDigest
-from transports.errors import ObjectNotFound, StoreError
+from transports.errors import ObjectCorrupt, ObjectNotFound, StoreError
 
 log = logging.getLogger(__name__)
 
@@ -121,4 +121,4 @@ class Targets:
 
 def is_unreadable(error: DteError) -> bool:
     """True if another way to the version may work where this one failed."""
-    return isinstance(error, ObjectNotFound | CodecError | StateConflict | NoSource)
+    return isinstance(error, ObjectNotFound | ObjectCorrupt | CodecError | StateConflict | NoSource)

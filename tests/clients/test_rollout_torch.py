@@ -52,22 +52,29 @@ def same(a: State, b: State) -> bool:
     return a.keys() == b.keys() and all(np.array_equal(a[n], b[n]) for n in a)
 
 
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[list[Process]]:
+@pytest.fixture(scope="module")
+def processes() -> Iterator[list[Process]]:
     started: list[Process] = []
     yield started
     for process in started:
         process.end()
 
 
-def spawn(processes: list[Process], folder: Path, name: str = "a", **config: Any) -> Process:
-    processes.append(Process(folder, name, **config))
-    return processes[-1]
+def spawn(processes: list[Process], folder: Path, seed: int = 0, **config: Any) -> Process:
+    """A process at the weights of `seed`; those without a configuration of their own are used again."""
+    name = "-".join(["p", *config])
+    process = next((p for p in processes if p.name == name), None)
+    if process is None:
+        process = Process(folder, name, **config)
+        processes.append(process)
+    process.ask("reset", seed=seed)
+    return process
 
 
-async def owner(process: Process, fence: int = 1) -> ReceiverClient:
+async def owner(process: Process) -> ReceiverClient:
+    """A new owner, with the next fence."""
     link = await ReceiverClient.connect(process.socket)
-    await link.attach("test", fence)
+    await link.attach("test", (await link.status()).fence + 1)
     return link
 
 
@@ -108,13 +115,14 @@ async def test_only_the_newest_owner_commands(tmp_path: Path, processes: list[Pr
     with pytest.raises(ReceiverError) as refused:
         await nobody.prepare(target)
     assert refused.value.code == "fenced-off"
-    old = await owner(process, 5)
+    old = await owner(process)
+    fence = (await old.status()).fence
     await old.prepare(target)
     new = await ReceiverClient.connect(process.socket)
     with pytest.raises(ReceiverError) as refused:
-        await new.attach("other", 5)
+        await new.attach("other", fence)
     assert refused.value.code == "fenced-off"
-    await new.attach("other", 6)
+    await new.attach("other", fence + 1)
     with pytest.raises(ReceiverError) as refused:
         await old.commit(1)
     assert refused.value.code == "fenced-off"
@@ -156,11 +164,11 @@ async def test_a_silent_owner_is_rolled_back_too(tmp_path: Path, processes: list
 async def test_a_new_owner_in_time_may_roll_back(tmp_path: Path, processes: list[Process]) -> None:
     process = spawn(processes, tmp_path, owner_grace_s=60.0)
     base, new = tiny_state(0), next_state(tiny_state(0))
-    link = await owner(process, 1)
+    link = await owner(process)
     await link.prepare(body_of(local_target(tmp_path, tiny_metas(), new, base)))
     await link.commit(1)
     await link.aclose()
-    link = await owner(process, 2)
+    link = await owner(process)
     assert (await link.status()).phase == "written"
     await link.rollback()
     assert same(process.weights(), base)

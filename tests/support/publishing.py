@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from app.chain import Chain
+from app.chains import Chains
 from app.main import build_node
+from app.roles.base import Node
 from app.roles.publisher import PublisherRole
 from app.settings import Settings
 from clients.protocol import Cut, Job, JobState
 from tests.support.replay import Bits, assert_same, replay
 from tests.support.trainer import ScriptedTrainer
+from transports.errors import StoreUnavailable
+from transports.store.base import ChunkStore, ObjectInfo
 
 TIMEOUT_S = 120.0
 
@@ -24,6 +30,8 @@ class Rig:
         self.role = role
         self.trainer = trainer
         self.chain = role.node.chains.get(trainer.run)
+        assert isinstance(role.node.store, FaultyStore)
+        self.store = role.node.store
         self.expected: dict[int, Bits] = {}
         self.epoch = 1
 
@@ -91,6 +99,12 @@ class Rig:
         for version in versions or [c.version for c in self.chain.commits()]:
             assert_same(await replay(self.chain, version), self.expected[version])
 
+    def moved_to(self, role: PublisherRole) -> Rig:
+        """The same trainer with the next life of its daemon."""
+        rig = Rig(role, self.trainer)
+        rig.expected, rig.epoch = self.expected, self.epoch
+        return rig
+
     def worker_pid(self, rank: int = 0) -> int:
         pid = self.role.session(self.trainer.run, rank).worker_pid
         assert pid is not None
@@ -109,10 +123,61 @@ def settings_for(root: Path, **changes: Any) -> Settings:
     return Settings(**{**base, **changes})
 
 
+class FaultyStore(ChunkStore):
+    """A store that can be away: while `away` names verbs, these raise StoreUnavailable (and are counted)."""
+
+    def __init__(self, inner: ChunkStore) -> None:
+        self.inner = inner
+        self.away: set[str] = set()
+        self.refused = 0
+
+    def _check(self, verb: str) -> None:
+        if verb in self.away:
+            self.refused += 1
+            raise StoreUnavailable("the store is away.")
+
+    async def put(self, key: str, data: bytes | Path) -> None:
+        self._check("put")
+        await self.inner.put(key, data)
+
+    async def put_if_absent(self, key: str, data: bytes | Path) -> bool:
+        self._check("put")
+        self._check(key.split("/")[4] if key.count("/") > 3 else "other")
+        return await self.inner.put_if_absent(key, data)
+
+    async def get(self, key: str, *, max_bytes: int) -> bytes:
+        self._check("get")
+        return await self.inner.get(key, max_bytes=max_bytes)
+
+    def stream(self, key: str, *, start: int = 0, length: int | None = None) -> AsyncIterator[bytes]:
+        return self.inner.stream(key, start=start, length=length)
+
+    async def head(self, key: str) -> ObjectInfo | None:
+        return await self.inner.head(key)
+
+    def list(self, prefix: str) -> AsyncIterator[str]:
+        return self.inner.list(prefix)
+
+    async def delete(self, key: str) -> bool:
+        return await self.inner.delete(key)
+
+    async def aclose(self) -> None:
+        await self.inner.aclose()
+
+
+def faulty_node(settings: Settings) -> tuple[Node, FaultyStore]:
+    """A node whose store can be taken away."""
+    node = build_node(settings)
+    store = FaultyStore(node.store)
+    chains = Chains(lambda run: Chain(run, store, poll_interval_s=settings.poll_interval_s), settings.run)
+    return replace(node, store=store, chains=chains), store
+
+
 @asynccontextmanager
 async def publisher(root: Path, **changes: Any) -> AsyncIterator[PublisherRole]:
-    """A running publisher role; its node's store may be replaced by `store`."""
-    role = PublisherRole(build_node(settings_for(root, **changes)))
+    """A running publisher role over a local store (a FaultyStore, all verbs working)."""
+    node, _ = faulty_node(settings_for(root, **changes))
+    role = PublisherRole(node)
     await role.start()
     try:
         yield role

@@ -157,6 +157,9 @@ def main() -> None:
         elif asked["command"] == "poke":
             with torch.no_grad():
                 model.norm.weight[0] += 1
+        elif asked["command"] == "reset":
+            load(model, tiny_state(asked["seed"]))
+            leave.clear()
         elif asked["command"] == "replace":
             model.norm.weight = nn.Parameter(model.norm.weight.detach().clone())
         elif asked["command"] == "serve":
