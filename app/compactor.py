@@ -140,10 +140,11 @@ class Compactor:
         refs: list[ChunkRef] = []
         batch: list[ChunkItem] = []
         batch_bytes = 0
-        for name in order:
+        for number, name in enumerate(order):
             lanes = await asyncio.to_thread(_rebuild, metas[name], cache, index.get(name, []))
-            for item in _dense_items(metas[name], lanes, self._chunk_bytes):
-                if batch and batch_bytes + item.dense_bits.nbytes > self._chunk_bytes:
+            for item in _dense_items(metas[name], number, lanes, self._chunk_bytes):
+                full = batch_bytes + item.dense_bits.nbytes > self._chunk_bytes
+                if batch and (full or batch[-1].slice == number):
                     refs.append(await self._upload(decision, len(refs), batch))
                     batch, batch_bytes = [], 0
                 batch.append(item)
@@ -227,8 +228,8 @@ def _apply(item: ChunkItem, lanes: U16) -> None:
         lanes[map_indices(layout, item.ranks)] += item.diffs
 
 
-def _dense_items(meta: TensorDigest, lanes: U16, chunk_bytes: int) -> Iterator[ChunkItem]:
-    """The tensor as dense items of whole tiles, each of about `chunk_bytes` at most."""
+def _dense_items(meta: TensorDigest, number: int, lanes: U16, chunk_bytes: int) -> Iterator[ChunkItem]:
+    """The tensor as dense items of whole tiles (slice `number` of the anchor), each of about `chunk_bytes` at most."""
     tiles = -(-len(lanes) // TILE_LANES)
     step = max(1, chunk_bytes // (2 * TILE_LANES))
     blocks = to_json(identity(len(lanes))) if len(lanes) else []
@@ -238,7 +239,7 @@ def _dense_items(meta: TensorDigest, lanes: U16, chunk_bytes: int) -> Iterator[C
             tensor=meta.name,
             shape=meta.shape,
             dtype=meta.dtype,
-            slice=0,
+            slice=number,
             lanes=len(lanes),
             blocks=blocks,
             ranks=np.empty(0, np.int64),
