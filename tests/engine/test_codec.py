@@ -447,6 +447,14 @@ def test_a_decompression_bomb_is_not_unpacked() -> None:
     assert peak < 64 << 20
 
 
+@pytest.mark.parametrize("name", ["gaps_wide", "exceptions_wide", "magnitudes_wide"])
+def test_wide_values_that_belong_to_nothing_are_refused(name: str) -> None:
+    good = small().data
+    for wrong in (raw_stream(good, name) + b"\x00", raw_stream(good, name)[:-1] or b"\x05"):
+        with pytest.raises(CodecError, match=r"belong to nothing|out of range"):
+            decode(rebuilt(good, bodies={name: (wrong, 0)}), max_raw_bytes=1 << 20)
+
+
 def test_a_header_other_than_expected_is_refused() -> None:
     good = small()
     for other in (replace(HEADER, version=8), replace(HEADER, base=None), replace(HEADER, run="x")):
