@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TypeVar
 
+from app.aio import WINDOW, gather_bounded, offload
 from engine.commit import ChainState, PartEntry, advance
 from engine.errors import CodecError, StateConflict
 from engine.records import (
@@ -36,37 +37,10 @@ from transports.store.base import ChunkStore
 
 KEEP_FULL = 8
 """Newest commits kept with their tensor digests; older ones are kept without and read again on demand."""
-INLINE_BYTES = 64 << 10
-"""Bytes parsed or hashed on the event loop; more goes to a thread."""
-WINDOW = 16
-"""Reads in flight while catching up."""
 PART_CACHE = 256
 ANCHOR_CACHE = 4
 
-K = TypeVar("K")
-T = TypeVar("T")
 R = TypeVar("R", bound=Record)
-
-
-async def offload(size_bytes: int, work: Callable[[], T]) -> T:
-    """`work()`, in a thread if it has to go through more than INLINE_BYTES."""
-    return work() if size_bytes <= INLINE_BYTES else await asyncio.to_thread(work)
-
-
-async def gather_bounded(work: Callable[[K], Awaitable[T]], items: Iterable[K]) -> list[T]:
-    """`work` of every item, in order, at most WINDOW at a time; the first error cancels the rest."""
-    gate = asyncio.Semaphore(WINDOW)
-
-    async def one(item: K) -> T:
-        async with gate:
-            return await work(item)
-
-    tasks = [asyncio.ensure_future(one(item)) for item in items]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 class Chain:

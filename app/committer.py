@@ -11,7 +11,8 @@ import logging
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from app.chain import Chain, gather_bounded, offload
+from app.aio import gather_bounded, offload
+from app.chain import Chain
 from engine.commit import (
     ClaimEpoch,
     LaunchView,

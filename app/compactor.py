@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from app.chain import Chain, gather_bounded
+from app.aio import gather_bounded
+from app.chain import Chain
 from engine.codec.chunk import ChunkHeader, ChunkItem, decode, encode
 from engine.commit.launch import tensor_lanes
 from engine.digest import DigestKey, digest_array, to_hex

@@ -11,7 +11,8 @@ import time
 from dataclasses import dataclass
 from itertools import pairwise
 
-from app.chain import Chain, gather_bounded
+from app.aio import gather_bounded
+from app.chain import Chain
 from engine.errors import StateConflict
 from engine.records import keys
 
