@@ -18,6 +18,7 @@ from engine.apply.live import LiveSet, LiveTensor
 from engine.apply.phases import Move, Phase, after
 from engine.apply.pieces import Reader, Sparse
 from engine.apply.target import Target
+from engine.detect.base import I64, U16
 from engine.digest import add, to_hex
 from engine.errors import CodecError, InvalidInput, StateConflict
 from engine.records.models import TensorDigest, TensorMeta
@@ -174,19 +175,12 @@ class Applier:
         LiveChanged before the first write (phase stays prepared) or when the read back differs (phase writing: only
         commit again, rollback, or resync).
         """
-        target = self._need_target(version)
+        self._need_target(version)
         phase = after(self._phase, Move.COMMIT)
         if self._phase is Phase.PREPARED:
             self.check_untouched()
         self._phase = phase
         self._write(lambda change: change.new)
-        for change in self._changes:
-            for copy, local in zip(self._selected[change.tensor].copies, change.local, strict=True):
-                if not np.array_equal(copy.lanes.gather(local), change.new):
-                    raise LiveChanged(
-                        f"{change.tensor!r} does not read back as written for version {target.version}.",
-                        remedy="Roll back and prepare again.",
-                    )
         self._phase = after(self._phase, Move.WROTE)
 
     def finalize(self, version: int) -> None:
@@ -197,7 +191,7 @@ class Applier:
         self._forget()
 
     def rollback(self) -> None:
-        """Write the old bits back; the weights are the base's again."""
+        """Write the old bits back and read them back; the weights are the base's again. LiveChanged if they are not."""
         phase = after(self._phase, Move.ROLLBACK)
         self._write(lambda change: change.old)
         self._phase = phase
@@ -252,7 +246,7 @@ class Applier:
                 raise InvalidInput(f"version {target.version} names other tensors than version {targets[-1].version}.")
             reader = Reader(target, selected)
             dense = dict.fromkeys(selected, 0)
-            seen: dict[str, list[np.ndarray]] = {}
+            seen: dict[str, list[I64]] = {}
             for file in target.chunks:
                 for piece in reader.pieces(file):
                     _, local = selected[piece.tensor].copies[0].locator.locate(piece.canonical)
@@ -268,10 +262,18 @@ class Applier:
                     raise CodecError(f"version {target.version} does not carry all of {_names(short)}.")
         return selected
 
-    def _write(self, values: Callable[[Change], np.ndarray]) -> None:
+    def _write(self, values: Callable[[Change], U16]) -> None:
+        """Write one side of every entry, and read all of it back."""
         for change in self._changes:
             for copy, local in zip(self._selected[change.tensor].copies, change.local, strict=True):
                 copy.lanes.scatter(local, values(change))
+        for change in self._changes:
+            for copy, local in zip(self._selected[change.tensor].copies, change.local, strict=True):
+                if not np.array_equal(copy.lanes.gather(local), values(change)):
+                    raise LiveChanged(
+                        f"{change.tensor!r} does not read back as it was written.",
+                        remedy="Roll back and prepare again, or resync.",
+                    )
 
     def _need_target(self, version: int) -> Target:
         if self._target is None or self._target.version != version:
