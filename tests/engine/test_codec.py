@@ -455,6 +455,20 @@ def test_wide_values_that_belong_to_nothing_are_refused(name: str) -> None:
             decode(rebuilt(good, bodies={name: (wrong, 0)}), max_raw_bytes=1 << 20)
 
 
+def test_a_rank_just_beyond_the_slice_is_refused() -> None:
+    good = encode(HEADER, [item([3, 9], [1, 1], 10)]).data
+    shorter = raw_stream(good, "table").replace(b"[[[10],", b"[[[9],").replace(b"10", b"9")
+    with pytest.raises(CodecError, match="beyond the 9"):
+        decode(rebuilt(good, bodies={"table": (shorter, 0)}), max_raw_bytes=1 << 20)
+
+
+def test_an_exception_just_beyond_the_entries_is_refused() -> None:
+    good = encode(HEADER, [item([1, 2, 3], [5, 1, 5], 10)]).data
+    assert raw_stream(good, "exceptions") == b"\x00\x01"
+    with pytest.raises(CodecError, match="beyond the 3"):
+        decode(rebuilt(good, bodies={"exceptions": (b"\x00\x02", 0)}), max_raw_bytes=1 << 20)
+
+
 def test_a_header_other_than_expected_is_refused() -> None:
     good = small()
     for other in (replace(HEADER, version=8), replace(HEADER, base=None), replace(HEADER, run="x")):
