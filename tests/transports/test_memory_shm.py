@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import subprocess
@@ -164,6 +165,24 @@ def test_a_name_in_use_is_refused_and_a_dead_ones_is_reused(file: ShmFile) -> No
         assert again.owner_alive()
         assert seen.size_bytes == 128
         again.unlink()
+
+
+def test_a_cleaner_between_create_and_lock_does_not_leave_the_owner_without_a_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name, real, stolen = f"{NAME}-race", fcntl.flock, []
+
+    def flock(fd: int, operation: int) -> None:
+        if operation == fcntl.LOCK_EX and not stolen:
+            stolen.append(shm.remove_stale(name))
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with shm.allocate(name, 64) as file:
+        assert stolen == [[name]]
+        with shm.open_existing(name) as seen:
+            assert seen.owner_alive()
+        file.unlink()
 
 
 def test_only_files_of_dead_owners_are_stale(file: ShmFile) -> None:
