@@ -301,10 +301,9 @@ class TorchSource:
         return True, -1 if cut.version is None else cut.version
 
     def _confess(self, missed: SyncRequest) -> None:
-        """Post a version that could not be posted in its time, its hold long revoked.
+        """Post, late and with its hold revoked, a version whose parts other ranks' daemons hold already.
 
-        The other ranks' daemons hold parts of that version. Only this rank's daemon may say that its own part will
-        never come, and it does so as soon as it sees the revoked hold.
+        Only this rank's daemon may say that its own part will never come; the revoked hold makes it say so.
         """
         try:
             self._daemon.sync(missed)
