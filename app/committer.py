@@ -17,6 +17,7 @@ from engine.commit import (
     ClaimEpoch,
     LaunchView,
     Opened,
+    PartEntry,
     Superseded,
     claim,
     decide,
@@ -26,7 +27,7 @@ from engine.commit import (
 )
 from engine.commit.coverage import prove_cover
 from engine.commit.opening import check_same_model
-from engine.errors import StateConflict
+from engine.errors import CodecError, StateConflict
 from engine.records import (
     MAX_RECORD_BYTES,
     AbortDecision,
@@ -108,7 +109,7 @@ class Committer:
             if newest.epoch > record.epoch:
                 raise _superseded(record, newest.epoch)
             current = await self._current_epoch()
-            parts = {} if current is None else await chain.part_entries(chain.next_version, current.epoch)
+            parts = {} if current is None else await self._adoptable(chain.next_version, current.epoch)
             current_view = await self._view(current) if current is not None and len(parts) >= current.world else None
             state = chain.state
             step = await asyncio.to_thread(next_open_step, state, record, view, current, current_view, parts)
@@ -187,6 +188,15 @@ class Committer:
         return written
 
     # --- inside ----------------------------------------------------------------------------------------------------
+
+    async def _adoptable(self, version: int, epoch: int) -> dict[int, PartEntry]:
+        """The parts an opening epoch may adopt: none, if one of them cannot be read. A damaged part must not keep the
+        run from starting again; the new launch's digests say what is left to send."""
+        try:
+            return await self.chain.part_entries(version, epoch)
+        except CodecError as error:
+            log.error("run %s: version %d is not adopted: %s", self.chain.run, version, error)
+            return {}
 
     async def _write(self, decision: Decision) -> Decision | None:
         """Put the decision if its number is free; returns what stands there, after reading it back."""

@@ -127,6 +127,18 @@ async def test_opening_adopts_a_complete_version_whose_committer_died(store):
     assert (opened.base.version, opened.base.epoch, opened.differs, opened.next_version) == (1, 1, frozenset(), 3)
 
 
+async def test_a_damaged_part_does_not_keep_a_new_launch_from_opening(store):
+    old, new = committer(store), committer(store)
+    await first(old)
+    await old.put_part(part(1, 1, 0, launch="one", step=1, base=0, old={"w": 1}, new={"w": 5}))
+    await store.put(keys.part(RUN, 1, 1, 1), b"{")
+    with pytest.raises(CodecError, match=r"parts/1-1\.json"):
+        await old.try_commit(1)
+    await announce(new, "two")
+    opened = await new.try_open("two")
+    assert (opened.epoch, opened.base.version, opened.next_version) == (2, 0, 2)
+
+
 async def test_an_old_epoch_is_fenced(store):
     old, new = committer(store), committer(store)
     await first(old)
