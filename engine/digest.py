@@ -28,6 +28,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _U64_MASK = (1 << 64) - 1
 _KEY_CACHE = 512  # A is 32 KiB, so cached keys stay below 16 MiB plus their B words
 _MAX_CANONICAL = 1 << 62
+_SHORT_RUN = 8
 
 
 @njit
@@ -220,18 +221,13 @@ def digest_array(key: DigestKey, lanes: U16, start: int = 0) -> int:
 
 def _block_into(key: DigestKey, lanes: U16, block: Block, tile_lanes: int, out: U64, b: U64) -> None:
     n = block.normalised()
-    _block_digest(
-        lanes,
-        key.a,
-        b,
-        np.array(n.shape, np.int64),
-        n.src_offset,
-        np.array(n.src_strides, np.int64),
-        n.dst_offset,
-        np.array(n.dst_strides, np.int64),
-        tile_lanes,
-        out,
-    )
+    # Very short innermost runs (the lanes of a wide element) would cost an odometer step each: take them one by one.
+    short = len(n.shape) > 1 and n.shape[-1] <= _SHORT_RUN
+    d = len(n.shape) - 1 if short else len(n.shape)
+    shape, src_strides, dst_strides = (np.array(x[:d], np.int64) for x in (n.shape, n.src_strides, n.dst_strides))
+    for k in range(n.shape[-1] if short else 1):
+        src, dst = n.src_offset + k * n.src_strides[-1], n.dst_offset + k * n.dst_strides[-1]
+        _block_digest(lanes, key.a, b, shape, src, src_strides, dst, dst_strides, tile_lanes, out)
 
 
 def _digest_layout(key: DigestKey, lanes: U16, layout: Layout, tile_lanes: int, out: U64) -> None:
