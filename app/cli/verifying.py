@@ -60,7 +60,7 @@ async def _verify(url: str, run: str | None, token: str | None, workdir: Path | 
     async with open_store(url, token) as store:
         name = run or await _only_run(store)
         key = os.environ.get("DTE_SIGNING_KEY")
-        chain = Chain(store, name, signing_key=key.encode() if key else None)
+        chain = Chain(name, store, signing_key=key.encode() if key else None)
         report = Report(name)
         try:
             await chain.refresh()
@@ -110,12 +110,11 @@ class _Walk:
         parts = await self._parts(commit)
         chunks = await self._read_all(number, [c for p in parts for c in p.chunks])
         size = sum(c.size_bytes for p in parts for c in p.chunks)
-        state = "decision, parts and hashes are right"
-        if chunks is not None and len(parts) == len(commit.parts):
-            state = await asyncio.to_thread(self._apply, commit, chunks)
-        elif chunks is None:
-            state = "its chunks are deleted"
+        if chunks is None or len(self._report.problems) > before:
+            state = "its chunks are deleted" if chunks is None else "damaged"
             self._weights.at = None
+        else:
+            state = await asyncio.to_thread(self._apply, commit, chunks)
         del chunks
         await self._anchor(commit)
         if self._weights.at == number:
@@ -123,7 +122,7 @@ class _Walk:
         else:
             report.behind_anchor.append(number)
         if len(report.problems) > before:
-            state = "; ".join(report.problems[before:])
+            state = "PROBLEM"
         return f"version {number}: {sum(len(p.chunks) for p in parts)} chunks, {human_bytes(size)}: {state}"
 
     def finish(self, commits: Sequence[CommitDecision]) -> None:

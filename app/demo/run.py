@@ -54,31 +54,40 @@ def run_demo(options: DemoOptions, load: Callable[[int], Policy] | None = None) 
     """
     started = time.monotonic()
     with _terminate_as_exit(), DemoTable() as table:
-        rows, comparisons, waited_ms, workdir = _run(options, table, load)
-    exact = bool(comparisons) and all(c.bit_exact for c in comparisons)
-    for c in comparisons:
-        verdict = (
-            "bit-exact"
-            if c.bit_exact
-            else f"{c.differing_elements} elements differ, in {', '.join(c.differing_tensors[:5])}"
-        )
+        outcome = _run(options, table, load)
+    return conclude(outcome, time.monotonic() - started, options)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a demo leaves behind. `waited_ms`: how long optimizer steps waited for reads, in all."""
+
+    rows: list[Row]
+    comparisons: list[Comparison]
+    waited_ms: float
+    workdir: Path
+
+
+def conclude(outcome: Outcome, seconds: float, options: DemoOptions) -> int:
+    """Print the verdict; returns the exit code."""
+    exact = bool(outcome.comparisons) and all(c.bit_exact for c in outcome.comparisons)
+    for c in outcome.comparisons:
+        differing = f"{c.differing_elements} elements differ, in {', '.join(c.differing_tensors[:5])}"
+        verdict = "bit-exact" if c.bit_exact else differing
         print(f"{c.receiver}: {c.tensors} tensors, {c.elements:,} parameters compared with the trainer's: {verdict}")
-    deltas = [r for r in rows if r.version is not None and r.version > 0]
-    seconds = time.monotonic() - started
+    deltas = [r for r in outcome.rows if r.version is not None and r.version > 0]
     print(
         f"{'BIT-EXACT' if exact else 'NOT BIT-EXACT'} after {len(deltas)} versions on {options.receivers} "
         f"receiver{'s' if options.receivers > 1 else ''} in {seconds:.0f} s"
     )
     if options.keep:
-        print(f"store and logs are kept in {workdir}")
+        print(f"store and logs are kept in {outcome.workdir}")
     if options.json_output:
-        print(json.dumps(_summary(rows, deltas, exact, waited_ms, seconds, options)))
+        print(json.dumps(_summary(outcome, deltas, exact, seconds, options)))
     return 0 if exact else EXIT_NOT_EXACT
 
 
-def _summary(
-    rows: list[Row], deltas: list[Row], exact: bool, waited_ms: float, seconds: float, options: DemoOptions
-) -> dict[str, Any]:
+def _summary(outcome: Outcome, deltas: list[Row], exact: bool, seconds: float, options: DemoOptions) -> dict[str, Any]:
     def median(values: list[float]) -> float:
         return statistics.median(values) if values else 0.0
 
@@ -90,19 +99,17 @@ def _summary(
         "bytes_per_version": median([float(r.bytes) for r in deltas]),
         "bits_per_entry": 8 * sum(r.bytes for r in deltas) / changed if changed else None,
         "trainer_hold_ms": median([r.hold_ms for r in deltas]),
-        "trainer_waited_ms": waited_ms,
+        "trainer_waited_ms": outcome.waited_ms,
         "receiver_lag_ms": median([r.lag_ms for r in deltas]),
         "receivers": options.receivers,
         "minibatches": options.minibatches,
         "seed": options.seed,
         "seconds": round(seconds, 1),
-        "per_version": [asdict(r) for r in rows],
+        "per_version": [asdict(r) for r in outcome.rows],
     }
 
 
-def _run(
-    options: DemoOptions, table: DemoTable, load: Callable[[int], Policy] | None
-) -> tuple[list[Row], list[Comparison], float, Path]:
+def _run(options: DemoOptions, table: DemoTable, load: Callable[[int], Policy] | None) -> Outcome:
     from app.demo.stage import Stage
 
     with Stage(RUN, options.receivers, keep=options.keep) as stage:
@@ -141,7 +148,7 @@ def _run(
             waited_ms = source.stats.hold_ms
             table.note("comparing every parameter of every receiver with the trainer's")
             comparisons = _compare(stage, policy.model)
-        return loop.rows, comparisons, waited_ms, stage.workdir
+        return Outcome(loop.rows, comparisons, waited_ms, stage.workdir)
 
 
 def _recorder(options: DemoOptions, model: Any) -> Recorder | None:

@@ -48,10 +48,15 @@ class Stage:
 
     def start_daemons(self) -> None:
         """Start both daemons and wait until they answer."""
-        self._serve("trainer", "store,coordinator,publisher", None)
-        self._wait_up("trainer")
+        self.start_trainer_daemon()
         self._serve("rollout", "subscriber", f"{self.trainer_url}/store")
         self._wait_up("rollout")
+
+    def start_trainer_daemon(self) -> int:
+        """Start the trainer's daemon, wait until it answers, and return its process id."""
+        pid = self._serve("trainer", "store,coordinator,publisher", None)
+        self._wait_up("trainer")
+        return pid
 
     def start_receivers(self, config_json: str) -> None:
         """Start the receiver processes; `connect` waits for them."""
@@ -106,12 +111,12 @@ class Stage:
         """ChildFailed if a process has ended."""
         self._children.check()
 
-    def _serve(self, name: str, roles: str, store: str | None) -> None:
+    def _serve(self, name: str, roles: str, store: str | None) -> int:
         command = [sys.executable, "-m", "app.cli", "serve", "--host", "127.0.0.1", "--port", str(self._ports[name])]
         command += ["--roles", roles, "--data-dir", str(self.workdir / name), "--run", self.run]
         if store is not None:
             command += ["--store", store]
-        self._children.start(f"{name}-daemon", command, _environment())
+        return self._children.start(f"{name}-daemon", command, _environment()).process.pid
 
     def _wait_up(self, name: str) -> None:
         url = f"http://127.0.0.1:{self._ports[name]}/healthz"
