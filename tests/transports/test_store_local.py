@@ -7,7 +7,10 @@ import fcntl
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ import pytest
 from tests.transports.store_conformance import StoreConformance, keys_of, read_all
 from transports.errors import KeyConflict, ObjectNotFound, StoreError, StoreFull
 from transports.store._files import Temp
+from transports.store._paths import Directories
 from transports.store.local import TMP, LocalStore
 
 pytestmark = pytest.mark.anyio
@@ -158,6 +162,47 @@ async def test_special_files_are_no_objects_and_block_nobody(store: LocalStore, 
     os.mkfifo(root / "fifo")
     assert await store.head("fifo") is None
     assert await keys_of(store, "") == []
+
+
+@pytest.fixture
+def restless() -> Iterator[None]:
+    """Threads are switched as often as possible, so that a check and an act that are not one step come apart."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+class MeetingPoint(Directories):
+    """Lets nobody have the directory `race` before twelve want it: what follows, they do at the same time."""
+
+    barrier = threading.Barrier(12)
+
+    def make(self, segments: Sequence[str]) -> int:
+        fd = super().make(segments)
+        if segments == ["race"]:
+            self.barrier.wait(60)
+        return fd
+
+
+class Crowded(LocalStore):
+    """A store whose writers meet right before the last step."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self._dirs = MeetingPoint(self.root)
+
+
+@pytest.mark.usefixtures("restless")
+async def test_creates_that_meet_at_the_very_last_step_have_one_winner(root: Path) -> None:
+    store = Crowded(root)
+    with ThreadPoolExecutor(12) as pool:
+        for round_ in range(30):
+            key = f"race/{round_}"
+            create = partial(store._put, key, if_absent=True)
+            won = await asyncio.to_thread(lambda c=create: list(pool.map(lambda i: c(b"%d" % i), range(12))))
+            assert sum(won) == 1
+            assert await store.get(key, max_bytes=9) == b"%d" % won.index(True)
 
 
 def race_of_processes(root: Path, processes: int, rounds: int) -> list[list[int]]:
