@@ -67,7 +67,9 @@ class SubscriberRole(Role):
     def unready(self) -> str | None:
         if not self._started:
             return "starting"
-        waiting = [f"{r.name} is {r.info().state.value}" for r in self._receivers.values() if not r.ready]
+        waiting = [
+            f"{r.standing.name} is {r.standing.state.value}" for r in self._receivers.values() if not r.standing.ready
+        ]
         return f"receivers not in sync: {', '.join(waiting[:5])}" if waiting else None
 
     async def register(self, registration: ReceiverRegistration) -> ReceiverInfo:
@@ -83,7 +85,7 @@ class SubscriberRole(Role):
                 if not existing.connected:
                     existing.kick(self._registry.next_fence())
                     await self._save()
-                return existing.info()
+                return existing.standing.info()
             if existing is not None:
                 if existing.connected:
                     raise StateConflict(
@@ -97,7 +99,7 @@ class SubscriberRole(Role):
             receiver = self._add(registration)
             await self._save()
             self.node.events.publish("receiver-registered", run=registration.run, receiver=registration.name)
-            return receiver.info()
+            return receiver.standing.info()
 
     async def remove(self, name: str) -> None:
         """Stop driving a receiver; its process and weights stay as they are. KeyError if there is none."""
@@ -109,11 +111,13 @@ class SubscriberRole(Role):
 
     def get(self, name: str) -> ReceiverInfo:
         """KeyError if there is none."""
-        return self._receivers[name].info()
+        return self._receivers[name].standing.info()
 
     def list(self, run: str | None = None) -> list[ReceiverInfo]:
         """All receivers (of one run), by name."""
-        return [r.info() for _, r in sorted(self._receivers.items()) if run is None or r.registration.run == run]
+        return [
+            r.standing.info() for _, r in sorted(self._receivers.items()) if run is None or r.registration.run == run
+        ]
 
     def _add(self, registration: ReceiverRegistration) -> Receiver:
         run = registration.run
@@ -140,7 +144,7 @@ class SubscriberRole(Role):
 
     async def _remove(self, receiver: Receiver) -> None:
         await receiver.stop()
-        del self._receivers[receiver.name]
+        del self._receivers[receiver.registration.name]
         run = receiver.registration.run
         if not any(r.registration.run == run for r in self._receivers.values()) and run in self._prefetchers:
             await self._prefetchers.pop(run).stop()

@@ -1,4 +1,4 @@
-"""One receiver's life: connect, prove, follow the head, resync; and what everybody may see of it.
+"""One receiver's life: connect, prove, follow the head, resync.
 
 One invariant: a receiver counts as at a version only from the proof of its live weights to the first sign that they, or
 its process, are no longer there.
@@ -10,15 +10,15 @@ import asyncio
 import logging
 import random
 import time
-from typing import Literal
 
 from app.chain import Chain
 from app.degraded import Degraded
 from app.events import EventBus
 from app.metrics import Metrics
 from app.subscriber.engine import Engine, HalfWritten
+from app.subscriber.standing import Standing
 from app.subscriber.targets import NoSource, Step, Targets, digests, is_unreadable
-from clients.protocol import ReceiverInfo, ReceiverRegistration, ReceiverState
+from clients.protocol import ReceiverRegistration, ReceiverState
 from clients.rollout.protocol import ReceiverError, ReceiverGone
 from engine.errors import DteError, InvalidInput, ProofError
 from engine.records.models import ChunkRef, CommitDecision
@@ -30,7 +30,6 @@ FIRST_PAUSE_S = 0.2
 LAST_PAUSE_S = 10.0
 STATUS_EVERY_S = 1.0
 
-_SERVING = frozenset({ReceiverState.IN_SYNC, ReceiverState.INSTALLING, ReceiverState.BEHIND})
 _AUDIT_AGAIN = frozenset({"wrong-base", "live-changed"})
 
 
@@ -49,31 +48,17 @@ class Receiver:
         degraded: Degraded,
     ) -> None:
         self.registration = registration
+        self.standing = Standing(registration, targets.chain, events, metrics)
         self._targets = targets
         self._chain: Chain = targets.chain
         self._owner = owner
         self._fence = fence
-        self._events = events
         self._metrics = metrics
         self._degraded = degraded
-        self._state = ReceiverState.PROVING
-        self._installed: int | None = None
-        self._installed_step: int | None = None
-        self._generations: list[int] = []
-        self._resyncs = 0
-        self._last_error = ""
-        self._last_install_ms: dict[str, float] = {}
-        self._proof_failed = False
         self._connected = False
         self._kicked = asyncio.Event()
         self._stopping = False
         self._task: asyncio.Task[None] | None = None
-
-    # --- what everybody may see -------------------------------------------------------------------------------------
-
-    @property
-    def name(self) -> str:
-        return self.registration.name
 
     @property
     def connected(self) -> bool:
@@ -81,44 +66,14 @@ class Receiver:
         return self._connected
 
     @property
-    def ready(self) -> bool:
-        """At a proven version, and nothing stands in the way of the next."""
-        return self._installed is not None and self._state in _SERVING and not self._last_error
-
-    @property
     def wants_chunks(self) -> bool:
         """True if it is worth downloading the next version's chunks before it is decided."""
-        return self._connected and self._installed is not None
-
-    def lag(self) -> int | None:
-        """Committed versions after the installed one; None if nothing is installed."""
-        if self._installed is None:
-            return None
-        return sum(1 for c in self._chain.commits() if c.version > (self._installed or 0))
-
-    def info(self) -> ReceiverInfo:
-        """The state as `GET /receivers` shows it."""
-        unproven: Literal["failed", "none"] = "failed" if self._proof_failed else "none"
-        return ReceiverInfo(
-            name=self.name,
-            kind=self.registration.kind,
-            run=self.registration.run,
-            ranks=len(self.registration.sockets),
-            state=self._state,
-            ready=self.ready,
-            installed=self._installed,
-            installed_step=self._installed_step,
-            lag=self.lag(),
-            proof="proven" if self._installed is not None else unproven,
-            resyncs=self._resyncs,
-            last_error=self._last_error,
-            last_install_ms=self._last_install_ms,
-        )
+        return self._connected and self.standing.installed is not None
 
     # --- control ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._live(), name=f"receiver-{self.name}")
+        self._task = asyncio.create_task(self._live(), name=f"receiver-{self.standing.name}")
 
     def kick(self, fence: int) -> None:
         """The receiver asked for an owner: try now, with a newer fence."""
@@ -149,16 +104,16 @@ class Receiver:
                     await self._attend(engine)
                 finally:
                     self._connected = False
-                    self._forget()
+                    self.standing.forget()
                     await engine.aclose()
             except ReceiverGone as error:
-                self._forget()
-                self._become(ReceiverState.LOST, error)
+                self.standing.forget()
+                self.standing.become(ReceiverState.LOST, error)
             except DteError as error:
-                self._become(ReceiverState.FAILED, error)
+                self.standing.become(ReceiverState.FAILED, error)
             except Exception as error:
-                log.exception("receiver %s", self.name)
-                self._become(ReceiverState.FAILED, DteError(f"unexpected: {type(error).__name__}: {error}"))
+                log.exception("receiver %s", self.standing.name)
+                self.standing.become(ReceiverState.FAILED, DteError(f"unexpected: {type(error).__name__}: {error}"))
             if time.monotonic() - started_s > LAST_PAUSE_S:
                 pause_s = FIRST_PAUSE_S
             kicked = await self._rest(pause_s)
@@ -176,8 +131,8 @@ class Receiver:
 
     async def _attend(self, engine: Engine) -> None:
         """Keep a connected receiver at the head, until it is gone (ReceiverGone) or we stop."""
-        self._last_error = ""
-        self._become(ReceiverState.PROVING)
+        self.standing.last_error = ""
+        self.standing.become(ReceiverState.PROVING)
         pause_s = FIRST_PAUSE_S
         while not self._stopping:
             try:
@@ -200,32 +155,39 @@ class Receiver:
         """Make the receiver hold `head`, by the cheapest way that is proven."""
         if engine.dirty:
             await self._resync(engine, head)
-        if self._installed is None and not await self._recognise(engine, head) and not await self._reunite(engine):
+        if (
+            self.standing.installed is None
+            and not await self._recognise(engine, head)
+            and not await self._reunite(engine)
+        ):
             await self._resync(engine, head)
-        if self._installed is not None and self._installed < head.version:
-            self._become(ReceiverState.BEHIND)
+        if self.standing.installed is not None and self.standing.installed < head.version:
+            self.standing.become(ReceiverState.BEHIND)
             try:
-                await self._catch_up(engine, self._installed, head)
+                await self._catch_up(engine, self.standing.installed, head)
             except ReceiverError as error:
-                if error.code == "chunk-damaged":
+                if error.code == "wrong-result":
+                    # The weights are a proven version still; whatever leads through this delta would end the same.
+                    bad = self._chain.path(self.standing.installed, head.version)[0].version
+                    await self._resync(engine, head, because=error, least=bad)
+                elif error.code not in _AUDIT_AGAIN:
                     raise
-                if error.code not in _AUDIT_AGAIN and error.code != "wrong-result":
-                    raise
-                self._forget()
-                if error.code == "wrong-result" or not await self._recognise(engine, head):
-                    await self._resync(engine, head)
+                else:
+                    self.standing.forget()
+                    if not await self._recognise(engine, head):
+                        await self._resync(engine, head)
             except DteError as error:
                 if not is_unreadable(error) and not isinstance(error, ProofError):
                     raise
-                log.warning("receiver %s: no delta to version %d: %s", self.name, head.version, error)
+                log.warning("receiver %s: no delta to version %d: %s", self.standing.name, head.version, error)
                 await self._resync(engine, head, because=error)
-        if self._installed == head.version:
-            self._last_error = ""
-            self._become(ReceiverState.IN_SYNC)
+        if self.standing.installed == head.version:
+            self.standing.last_error = ""
+            self.standing.become(ReceiverState.IN_SYNC)
 
     async def _recognise(self, engine: Engine, head: CommitDecision) -> bool:
         """Prove the live weights to be some known version by their digests; False if they are none of them."""
-        self._become(ReceiverState.PROVING)
+        self.standing.become(ReceiverState.PROVING)
         try:
             found, per_rank = await engine.audit(head.tensors)
         except ProofError:
@@ -234,9 +196,9 @@ class Receiver:
             known = await self._chain.full(commit.version)
             if digests(known.tensors) == found:
                 await engine.adopt(known.version, known.step, known.tensors, per_rank)
-                self._proven(engine, known.version, known.step)
+                self.standing.proven(engine.statuses, known.version, known.step)
                 return True
-        self._proof_failed = True
+        self.standing.proof_failed = True
         return False
 
     async def _reunite(self, engine: Engine) -> bool:
@@ -252,9 +214,9 @@ class Receiver:
             async with self._targets.local(plan) as bodies:
                 await engine.install(bodies[0])
         except (ReceiverError, ProofError) as error:
-            log.warning("receiver %s: its ranks cannot be brought together: %s", self.name, error)
+            log.warning("receiver %s: its ranks cannot be brought together: %s", self.standing.name, error)
             return False
-        self._proven(engine, high, plan[0].step)
+        self.standing.proven(engine.statuses, high, plan[0].step)
         return True
 
     async def _catch_up(self, engine: Engine, installed: int, head: CommitDecision) -> None:
@@ -264,7 +226,7 @@ class Receiver:
         async with self._targets.local(plan) as bodies:
             download_ms = (time.perf_counter() - started) * 1e3
             for body in bodies:
-                self._become(ReceiverState.INSTALLING)
+                self.standing.become(ReceiverState.INSTALLING)
                 try:
                     times = await engine.install(body)
                 except DteError as error:
@@ -272,26 +234,28 @@ class Receiver:
                     if error.code == "chunk-damaged":
                         await self._targets.cache.discard(_refs(plan))
                     if isinstance(error, HalfWritten):
-                        self._become(ReceiverState.DIRTY, error)
+                        self.standing.become(ReceiverState.DIRTY, error)
                         await engine.refresh()
                     raise
                 self._metrics.installs.labels("installed").inc()
-                self._last_install_ms = {"download": download_ms, **times}
-                for stage, ms in self._last_install_ms.items():
+                self.standing.last_install_ms = {"download": download_ms, **times}
+                for stage, ms in self.standing.last_install_ms.items():
                     self._metrics.stage_seconds.labels(f"install-{stage}").observe(ms / 1e3)
-                self._proven(engine, body.version, body.step)
+                self.standing.proven(engine.statuses, body.version, body.step)
                 download_ms = 0.0
                 if self._stopping:
                     return
 
-    async def _resync(self, engine: Engine, head: CommitDecision, *, because: DteError | None = None) -> None:
-        """Overwrite the weights from the newest starting point that is intact. NoSource if there is none."""
+    async def _resync(
+        self, engine: Engine, head: CommitDecision, *, because: DteError | None = None, least: int = 0
+    ) -> None:
+        """Overwrite the weights from the newest starting point, `least` or later, that is intact; else NoSource."""
         reasons: list[str] = [because.message] if because else []
-        async for plan in self._targets.resync_plans(head):
+        async for plan in self._targets.resync_plans(head, least):
             try:
                 async with self._targets.local(plan) as bodies:
-                    self._become(ReceiverState.RESYNCING)
-                    self._forget()
+                    self.standing.become(ReceiverState.RESYNCING)
+                    self.standing.forget()
                     ms = await engine.resync(bodies)
             except ReceiverGone:
                 raise
@@ -300,14 +264,16 @@ class Receiver:
                 if error.code == "chunk-damaged":
                     await self._targets.cache.discard(_refs(plan))
                 reasons.append(f"from version {plan[0].version}: {error.message}")
-                log.warning("receiver %s: resync from version %d failed: %s", self.name, plan[0].version, error)
+                log.warning(
+                    "receiver %s: resync from version %d failed: %s", self.standing.name, plan[0].version, error
+                )
                 if not engine.dirty:
-                    self._restore(engine)
+                    self.standing.restore(engine.statuses)
                 continue
-            self._resyncs += 1
+            self.standing.resyncs += 1
             self._metrics.resyncs.inc()
-            self._last_install_ms = {"resync": ms}
-            self._proven(engine, head.version, head.step)
+            self.standing.last_install_ms = {"resync": ms}
+            self.standing.proven(engine.statuses, head.version, head.step)
             return
         raise NoSource(
             f"nothing intact leads to version {head.version}" + (": " + "; ".join(reasons) if reasons else "."),
@@ -334,9 +300,11 @@ class Receiver:
                     task.cancel()
                 await asyncio.gather(news, gone, kick, return_exceptions=True)
             statuses = await engine.refresh()
-            if self._installed is not None and [s.generation for s in statuses] != self._generations:
-                log.warning("receiver %s: something else touched its weights; they are proven again", self.name)
-                self._forget()
+            if self.standing.installed is not None and [s.generation for s in statuses] != self.standing.generations:
+                log.warning(
+                    "receiver %s: something else touched its weights; they are proven again", self.standing.name
+                )
+                self.standing.forget()
                 return
         self._kicked.clear()
 
@@ -352,49 +320,15 @@ class Receiver:
                 task.cancel()
             await asyncio.gather(gone, rest, return_exceptions=True)
 
-    # --- bookkeeping ------------------------------------------------------------------------------------------------
-
-    def _proven(self, engine: Engine, version: int, step: int) -> None:
-        self._installed, self._installed_step, self._proof_failed = version, step, False
-        self._generations = [s.generation for s in engine.statuses]
-        self._metrics.receiver_version.labels(self.name).set(version)
-        self._metrics.receiver_lag.labels(self.name).set(self.lag() or 0)
-        self._events.publish("receiver-installed", run=self.registration.run, receiver=self.name, version=version)
-
-    def _forget(self) -> None:
-        self._installed = self._installed_step = None
-        self._generations = []
-
-    def _restore(self, engine: Engine) -> None:
-        """A resync that wrote nothing leaves the version that the ranks themselves still call theirs."""
-        held = {(s.version, s.step) for s in engine.statuses}
-        version, step = next(iter(held)) if len(held) == 1 else (None, None)
-        if version is not None and step is not None:
-            self._installed, self._installed_step = version, step
-            self._generations = [s.generation for s in engine.statuses]
-
     def _note_failure(self, engine: Engine, error: DteError) -> None:
-        if isinstance(error, StoreUnavailable) and self._state is ReceiverState.IN_SYNC:
+        standing = self.standing
+        if isinstance(error, StoreUnavailable) and standing.state is ReceiverState.IN_SYNC:
             # Proven and, as far as anybody here can know, newest: worth serving while the store is away.
-            self._degraded.count("store-unavailable", detail=f"receiver {self.name}: {error}")
-            return
-        if engine.dirty:
-            state = ReceiverState.DIRTY
+            self._degraded.count("store-unavailable", detail=f"receiver {standing.name}: {error}")
+        elif engine.dirty:
+            standing.become(ReceiverState.DIRTY, error)
         else:
-            state = ReceiverState.FAILED if self._installed is None else ReceiverState.BEHIND
-        self._become(state, error)
-
-    def _become(self, state: ReceiverState, error: DteError | None = None) -> None:
-        message = self._last_error if error is None else str(error)
-        if (state, message) == (self._state, self._last_error):
-            return
-        self._state, self._last_error = state, message
-        self._metrics.receiver_lag.labels(self.name).set(self.lag() or 0)
-        data: dict[str, object] = {"receiver": self.name, "state": state.value, "version": self._installed}
-        if error is not None:
-            data["error"] = message
-            log.warning("receiver %s is %s: %s", self.name, state.value, message)
-        self._events.publish("receiver-state", run=self.registration.run, **data)
+            standing.become(ReceiverState.FAILED if standing.installed is None else ReceiverState.BEHIND, error)
 
 
 def _refs(plan: list[Step]) -> list[ChunkRef]:

@@ -61,9 +61,9 @@ class Targets:
         """The steps from `base` to `target`; StateConflict if they are not on one chain."""
         return [await self.delta(commit.version) for commit in self.chain.path(base, target)]
 
-    async def resync_plans(self, head: CommitDecision) -> AsyncIterator[list[Step]]:
-        """Ways to build `head` from nothing, the newest starting point first."""
-        for version in sorted(await self._starts(head), reverse=True):
+    async def resync_plans(self, head: CommitDecision, least: int = 0) -> AsyncIterator[list[Step]]:
+        """Ways to build `head` from nothing that start at version `least` or later, the newest start first."""
+        for version in sorted((v for v in await self._starts(head) if v >= least), reverse=True):
             try:
                 start = await self._start(version)
                 if start is not None:

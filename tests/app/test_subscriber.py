@@ -252,8 +252,9 @@ async def test_a_version_whose_chunks_lie_is_not_installed(world: World) -> None
         world.publisher.digests = lambda state: honest(next_state(state, 99))  # type: ignore[method-assign]
         await world.publisher.publish(next_state(world.state, 5))
         info = await world.until(lambda i: bool(i.last_error))
-        assert not info.ready
-        assert info.resyncs == 0
+        assert (info.ready, info.state, info.installed, info.resyncs) == (False, ReceiverState.BEHIND, 0, 0)
+        assert same(process.weights(), world.state), "it stays at its last proven version, untouched"
+        assert process.ask("status")["version"] == 0
 
 
 async def test_a_model_that_does_not_fit_is_refused_with_a_reason(world: World) -> None:
