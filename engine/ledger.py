@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.detect.base import I64, U16, U64, tile_count
-from engine.errors import CodecError
+from engine.errors import CodecError, InvalidInput
 from engine.pending import Level
 
 MAGIC = b"DTEL"
@@ -225,6 +225,8 @@ def decode(data: bytes) -> Ledger:
             in_flight=None if flight is None else InFlight(**flight),
             slices=tuple(_take_slice(cursor, h) for h in header["slices"]),
         )
+    except InvalidInput as error:
+        raise _bad(error.message) from None
     except (KeyError, TypeError, ValueError) as error:
         raise _bad(f"malformed header ({type(error).__name__})") from None
     if cursor.left:

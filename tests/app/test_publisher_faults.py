@@ -1,0 +1,230 @@
+"""The publisher when things break: killed workers, full disk, absent store, restarts. Nothing is lost or mixed."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from clients.protocol import JobState
+from engine.errors import StateConflict
+from tests.support.publishing import Rig, publisher
+from tests.support.trainer import ScriptedTrainer
+
+pytestmark = [pytest.mark.anyio, pytest.mark.faults, pytest.mark.slow]
+
+
+@pytest.fixture
+def trainer() -> Iterator[ScriptedTrainer]:
+    made = ScriptedTrainer()
+    yield made
+    made.close()
+
+
+async def test_a_killed_worker_costs_nothing(tmp_path: Path, trainer: ScriptedTrainer) -> None:
+    async with publisher(tmp_path) as role:
+        rig = Rig(role, trainer)
+        await rig.register()
+        # between two syncs
+        os.kill(rig.worker_pid(), signal.SIGKILL)
+        trainer.step()
+        (job,) = await rig.sync()
+        assert job.state is JobState.COMMITTED
+        assert job.detail["dense_tiles"] == 0
+        # while the read is on its way
+        trainer.step()
+        (posted,) = await rig.post(await rig.cut())
+        os.kill(rig.worker_pid(), signal.SIGKILL)
+        job = await rig.final(posted)
+        assert job.state is JobState.COMMITTED
+        assert trainer.released()
+        # after the trainer was released, while the version is encoded or uploaded
+        rig.store.away = {"chunks"}
+        trainer.step()
+        (posted,) = await rig.post(await rig.cut())
+        await rig.until(posted, JobState.UPLOADING)
+        os.kill(rig.worker_pid(), signal.SIGKILL)
+        rig.store.away = set()
+        job = await rig.final(posted)
+        assert job.state is JobState.COMMITTED
+        trainer.step()
+        (job,) = await rig.sync()
+        assert job.detail["dense_tiles"] == 0
+        assert role.node.degraded.snapshot()["worker-restarted"] == 3
+        await rig.check()
+
+
+async def test_a_full_disk_drops_the_read_and_says_so(tmp_path: Path, trainer: ScriptedTrainer) -> None:
+    async with publisher(tmp_path) as role:
+        rig = Rig(role, trainer)
+        await rig.register()
+        pid = rig.worker_pid()
+        old = resource.prlimit(pid, resource.RLIMIT_FSIZE, (256, resource.RLIM_INFINITY))
+        trainer.step()
+        (job,) = await rig.sync()
+        assert job.state is JobState.FAILED
+        assert job.problem is not None
+        assert job.problem.type == "urn:dte:problem:spool-full"
+        assert job.problem.remedy
+        trainer.step()
+        (job,) = await rig.sync(publish=False)
+        assert job.state is JobState.FAILED
+        spool = tmp_path / "data" / "spool" / trainer.run / trainer.launch / "0"
+        assert sorted(p.name for p in spool.iterdir()) == ["jobs.json", "ledger.dtl", "rank.json"]
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, old)
+        trainer.step()
+        (job,) = await rig.sync()
+        assert job.state is JobState.COMMITTED
+        assert job.detail["dense_tiles"] > 0
+        await rig.check(0, job.version or -1)
+
+
+async def test_a_store_that_is_away_holds_up_versions_but_not_the_trainer(
+    tmp_path: Path, trainer: ScriptedTrainer
+) -> None:
+    async with publisher(tmp_path) as role:
+        rig = Rig(role, trainer)
+        await rig.register()
+        rig.store.away = {"put", "get"}
+        trainer.step()
+        # the cut was agreed just before the store went away
+        (posted,) = await rig.post(1)
+        job = await rig.until(posted, JobState.UPLOADING)
+        assert job.state is JobState.UPLOADING
+        assert trainer.released()
+        assert await rig.cut() is None
+        for _ in range(2):
+            trainer.step()
+            (job,) = await rig.sync(publish=False)
+            assert job.state is JobState.ACCUMULATED
+        rig.store.away = set()
+        assert (await rig.final(posted)).state is JobState.COMMITTED
+        assert role.node.degraded.snapshot()["store-unavailable"] > 0
+        trainer.step()
+        (job,) = await rig.sync()
+        assert job.state is JobState.COMMITTED
+        assert job.detail["dense_tiles"] == 0
+        await rig.check()
+
+
+async def test_a_restarted_daemon_goes_on(tmp_path: Path, trainer: ScriptedTrainer) -> None:
+    async with publisher(tmp_path) as role:
+        rig = Rig(role, trainer)
+        await rig.register()
+        trainer.step()
+        await rig.sync(publish=False)
+        # a version is in flight and its chunks are not in the store
+        rig.store.away = {"chunks"}
+        trainer.step()
+        (posted,) = await rig.post(await rig.cut())
+        await rig.until(posted, JobState.UPLOADING)
+        trainer.step()
+        (job,) = await rig.sync(publish=False)
+        assert job.state is JobState.ACCUMULATED
+    async with publisher(tmp_path) as role:
+        rig = rig.moved_to(role)
+        assert (await rig.final(posted)).state is JobState.COMMITTED
+        request = trainer.sync(None)
+        again, new = await role.sync(request)
+        assert (again.state, new) == (JobState.ACCUMULATED, False)
+        # accepted, and not read before the daemon ends
+        trainer.step()
+        (unread,) = await rig.post(await rig.cut())
+    async with publisher(tmp_path) as role:
+        rig = rig.moved_to(role)
+        assert (await rig.final(unread)).state is JobState.COMMITTED
+        assert trainer.released()
+        trainer.step()
+        (job,) = await rig.sync()
+        assert job.state is JobState.COMMITTED
+        assert job.detail["dense_tiles"] == 0
+        await rig.check()
+
+
+async def test_a_lost_ledger_makes_the_next_version_dense(tmp_path: Path, trainer: ScriptedTrainer) -> None:
+    async with publisher(tmp_path) as role:
+        rig = Rig(role, trainer)
+        await rig.register()
+        trainer.step()
+        await rig.sync()
+        ledger = tmp_path / "data" / "spool" / trainer.run / trainer.launch / "0" / "ledger.dtl"
+        data = bytearray(ledger.read_bytes())
+        data[len(data) // 2] ^= 1
+        ledger.write_bytes(bytes(data))
+        os.kill(rig.worker_pid(), signal.SIGKILL)
+        trainer.step()
+        (job,) = await rig.sync()
+        assert job.state is JobState.COMMITTED
+        assert job.detail["dense_tiles"] == 9
+        assert role.node.degraded.snapshot()["ledger-lost"] == 1
+        trainer.step()
+        (job,) = await rig.sync()
+        assert job.detail["dense_tiles"] == 0
+        await rig.check()
+
+
+async def test_three_ranks_and_a_rank_that_misses_its_turn(tmp_path: Path) -> None:
+    trainer = ScriptedTrainer(world=3)
+    try:
+        async with publisher(tmp_path) as role:
+            rig = Rig(role, trainer)
+            jobs = await rig.register()
+            assert {j.state for j in jobs} == {JobState.COMMITTED}
+            trainer.step(without=["expert"])
+            jobs = await rig.sync()
+            assert {j.state for j in jobs} == {JobState.COMMITTED}
+            # rank 2's sync never comes, and training goes on
+            trainer.step()
+            number = await rig.cut()
+            early = [(await role.sync(trainer.sync(number, rank=r)))[0] for r in (0, 1)]
+            for r in (0, 1):
+                assert trainer.released(r)
+            trainer.step()
+            assert await rig.cut() is None
+            jobs = await rig.sync(publish=False)
+            assert {j.state for j in jobs} == {JobState.ACCUMULATED}
+            assert {(await rig.final(j)).state for j in early} == {JobState.ABORTED}
+            trainer.step()
+            jobs = await rig.sync()
+            assert {j.state for j in jobs} == {JobState.COMMITTED}
+            # ranks 0 and 1 know every step; rank 2 missed one
+            assert [j.detail["dense_tiles"] > 0 for j in jobs] == [False, False, True]
+            await rig.check()
+    finally:
+        trainer.close()
+
+
+async def test_a_resumed_launch_supersedes_and_rewinds(tmp_path: Path, trainer: ScriptedTrainer) -> None:
+    resumed = ScriptedTrainer(seed=0)
+    other = ScriptedTrainer(seed=5)
+    try:
+        async with publisher(tmp_path) as role, publisher(tmp_path / "two", store=str(tmp_path / "store")) as second:
+            rig = Rig(role, trainer)
+            await rig.register()
+            # the same weights under a new launch, at another daemon: an epoch without a first version
+            rig2 = Rig(second, resumed)
+            (job,) = await rig2.register()
+            assert (job.state, rig2.epoch) == (JobState.ACCUMULATED, 2)
+            with pytest.raises(StateConflict, match="this launch has ended"):
+                await rig.cut()
+            with pytest.raises(StateConflict, match="this launch has ended"):
+                await rig.role.sync(trainer.sync(1))
+            resumed.step()
+            (job,) = await rig2.sync()
+            assert job.state is JobState.COMMITTED
+            assert job.detail["dense_tiles"] == 0
+            # other weights: the first version is dense on top of the head
+            rig3 = Rig(role, other)
+            (job,) = await rig3.register()
+            assert (job.state, rig3.epoch) == (JobState.COMMITTED, 3)
+            assert rig3.chain.head is not None
+            assert rig3.chain.head.rewound
+            rig3.expected |= rig.expected | rig2.expected
+            await rig3.check()
+    finally:
+        resumed.close()
+        other.close()
