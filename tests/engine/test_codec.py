@@ -462,6 +462,16 @@ def test_a_rank_just_beyond_the_slice_is_refused() -> None:
         decode(rebuilt(good, bodies={"table": (shorter, 0)}), max_raw_bytes=1 << 20)
 
 
+def test_stray_sign_and_padding_bits_are_refused() -> None:
+    good = encode(HEADER, [item([600, 1300, 2100], [1, 65535, 1], 4000)]).data
+    signs, low = raw_stream(good, "signs"), raw_stream(good, "gaps_low")
+    assert signs == b"\x02"
+    assert len(low) == 2  # 3 values of 5 bits: one bit of padding
+    for name, wrong in (("signs", b"\x0a"), ("gaps_low", bytes([low[0], low[1] | 0x80]))):
+        with pytest.raises(CodecError, match=r"bits beyond|out of range"):
+            decode(rebuilt(good, bodies={name: (wrong, 0)}), max_raw_bytes=1 << 20)
+
+
 def test_an_exception_just_beyond_the_entries_is_refused() -> None:
     good = encode(HEADER, [item([1, 2, 3], [5, 1, 5], 10)]).data
     assert raw_stream(good, "exceptions") == b"\x00\x01"
