@@ -180,6 +180,38 @@ async def test_abort_says_what_stands(store):
         await c.abort(5, 1, "revoked")
 
 
+class OvertakenStore(LocalStore):
+    """Another process aborts version 1 just after somebody has listed its parts."""
+
+    async def list(self, prefix: str):
+        async for key in super().list(prefix):
+            yield key
+        if prefix == keys.parts_prefix(RUN, 1):
+            abort = AbortDecision(run=RUN, version=1, epoch=1, reason="revoked")
+            await self.put_if_absent(keys.decision(RUN, 1), record_bytes(abort))
+
+
+async def test_a_committer_that_stalls_before_its_write_changes_nothing(tmp_path):
+    store = OvertakenStore(tmp_path / "store")
+    c = committer(store)
+    await first(c)
+    decision = await publish(c, 1, V0, ({"w": 5}, {"w": 6}))
+    assert decision.reason == "revoked"
+    again = Chain(RUN, LocalStore(tmp_path / "store"))
+    await again.refresh()
+    assert again.standing(1) == decision
+
+
+async def test_an_opener_that_stalls_before_its_write_goes_one_number_on(tmp_path):
+    store = OvertakenStore(tmp_path / "store")
+    c = committer(store)
+    await first(c)
+    await announce(c, "two")
+    opened = await c.try_open("two")
+    assert (opened.base.version, opened.next_version) == (0, 3)
+    assert [d.kind for d in c.chain.decisions.values()] == ["commit", "abort", "epoch-start"]
+
+
 async def test_an_earlier_part_of_the_same_writer_stands(store):
     c = committer(store)
     await announce(c, "one")
