@@ -14,9 +14,10 @@ import torch
 from engine.bf16 import round_to_bf16_bits
 from engine.detect.base import I64, U16, Bool
 from engine.optimizers.base import Formula, Interval, StepContext
+from engine.optimizers.bounds import HasMonotoneForward
 
 MAX_REPLAYED = 64
-"""FP32 candidates that are replayed; wider intervals list their BF16 values instead."""
+"""FP32 candidates that are replayed one by one; wider intervals are narrowed by bisection or list their BF16 values."""
 MAX_LISTED = 16
 """BF16 values an ambiguous element may have; more make it unknown."""
 _REPLAY_BATCH = 1 << 20
@@ -127,11 +128,17 @@ def classify(
     doubtful = torch.nonzero(~unknown & ~single).flatten()
 
     can_replay = exact_replay and m.dtype == v.dtype == torch.float32
-    replayed = doubtful[(hi - lo + 1)[doubtful] <= MAX_REPLAYED] if can_replay else doubtful[:0]
-    listed = doubtful[(hi - lo + 1)[doubtful] > MAX_REPLAYED] if can_replay else doubtful
+    narrow = (hi - lo + 1)[doubtful] <= MAX_REPLAYED
+    replayed = doubtful[narrow] if can_replay else doubtful[:0]
+    listed = doubtful[~narrow] if can_replay else doubtful
     owner, value = _replay(formula, ctx, theta, m, v, lo, hi, replayed)
     impossible[replayed] = True
     impossible[owner] = False
+    if can_replay and listed.numel() and isinstance(formula, HasMonotoneForward) and formula.is_monotone(ctx):
+        first, last = _preimage(formula, ctx, theta[listed], m[listed], v[listed], lo[listed], hi[listed])
+        impossible[listed[first > last]] = True
+        low_bits[listed], high_bits[listed] = _round_key(first), _round_key(last)
+        listed = listed[first <= last]
 
     low_key, high_key = _bf16_key(low_bits[listed]), _bf16_key(high_bits[listed])
     count = high_key - low_key + 1
@@ -160,6 +167,35 @@ def classify(
         unknown=unknown.numpy(),
         impossible=impossible.numpy(),
     )
+
+
+def _preimage(
+    formula: Formula,
+    ctx: StepContext,
+    theta: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    lo: torch.Tensor,
+    hi: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """First and last key in [lo, hi] whose forward step gives exactly θ (first > last: none does).
+
+    The forward step must not fall as θ_{t-1} grows; then the keys that give θ are consecutive and bisection finds them.
+    """
+    target = float_keys(theta)
+
+    def first_reaching(goal: torch.Tensor) -> torch.Tensor:
+        """Smallest key in [lo, hi + 1] whose step is at least `goal` (hi + 1: none)."""
+        low, high = lo.clone(), hi + 1
+        while bool((low < high).any()):
+            middle = torch.div(low + high, 2, rounding_mode="floor")
+            reached = float_keys(formula.forward(key_floats(middle), m, v, ctx)) >= goal
+            open_ = low < high
+            high = torch.where(open_ & reached, middle, high)
+            low = torch.where(open_ & ~reached, middle + 1, low)
+        return low
+
+    return first_reaching(target), first_reaching(target + 1) - 1
 
 
 def _ramps(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -87,6 +87,11 @@ class TorchAdamCpu:
         """Constants of the cheap interval."""
         return fast_bound_of(self._bound(ctx))
 
+    def is_monotone(self, ctx: StepContext) -> bool:
+        """θ ↦ fl(fl(θ·c) + q) never falls when c >= 0: each rounding is monotone and q does not depend on θ."""
+        decay = self._constants(ctx).decay
+        return decay is None or decay >= 0
+
     def real_optimizer(self, param: torch.nn.Parameter, hyper: Hyper) -> torch.optim.Optimizer:
         """The optimizer this formula mirrors, over one parameter (for the self-test)."""
         lr = torch.tensor(hyper.lr, dtype=torch.float32) if self.tensor_lr else hyper.lr

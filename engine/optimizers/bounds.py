@@ -81,6 +81,14 @@ class HasFastBound(Protocol):
         """The constants, or None when no useful cheap bound exists for this step."""
 
 
+@runtime_checkable
+class HasMonotoneForward(Protocol):
+    """A formula whose forward step never falls as θ_{t-1} grows, for some steps at least."""
+
+    def is_monotone(self, ctx: StepContext) -> bool:
+        """Whether that holds for this step, every rounding included."""
+
+
 def is_known(step: StepBound) -> bool:
     """Whether any element of this step can be inverted."""
     return (

@@ -138,13 +138,23 @@ def _real_steps(
 
 
 def regular_world(
-    formula: Formula, n: int, rng: np.random.Generator, *, hyper: Hyper | None = None, steps: int = 3
+    formula: Formula,
+    n: int,
+    rng: np.random.Generator,
+    *,
+    hyper: Hyper | None = None,
+    steps: int = 3,
+    first_step: int = 2000,
 ) -> Step:
-    """The last of a few steps on ordinary weights, some of them on rounding boundaries: nothing in it is unknowable."""
+    """The last of a few steps on ordinary weights, none so near 0 that the step swallows it: nothing is unknowable.
+
+    Late steps, because early ones leave formulas with an uncertain bias correction too many ambiguous elements.
+    """
     hyper = hyper or Hyper(lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
-    theta = torch.from_numpy(rng.normal(0, 0.02, n).astype(np.float32))
+    size = np.abs(rng.normal(0, 0.02, n)) + 1e-4
+    theta = torch.from_numpy((size * rng.choice([-1, 1], n)).astype(np.float32))
     grads = [torch.from_numpy(rng.normal(0, 1e-3, n).astype(np.float32)) for _ in range(steps)]
-    return list(run_steps(formula, hyper, theta, grads))[-1]
+    return list(run_steps(formula, hyper, theta, grads, first_step=first_step))[-1]
 
 
 def slice_geometry(n: int, *, name: str = "model.weight", offset: int = 0) -> SliceGeometry:

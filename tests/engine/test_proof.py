@@ -43,7 +43,9 @@ def publish(
 
 @pytest.fixture(scope="module")
 def step() -> Step:
-    return regular_world(registry.get("torch-adamw/cpu/foreach"), N, np.random.default_rng(21), hyper=HYPER, steps=2)
+    return regular_world(
+        registry.get("torch-adamw/cpu/foreach"), N, np.random.default_rng(21), hyper=HYPER, steps=2, first_step=1
+    )
 
 
 def test_the_right_description_is_proven_sparse(step: Step) -> None:
