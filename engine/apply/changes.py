@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engine.apply.live import LiveTensor
+from engine.apply.live import LiveCopy, LiveTensor
 from engine.apply.pieces import Dense, Reader, Sparse
 from engine.apply.target import Target
 from engine.detect.base import I64, U16
@@ -56,6 +56,45 @@ def check_unique(tensor: str, local: Index) -> None:
         )
 
 
+def select(copy: LiveCopy, canonical: I64, values: U16) -> tuple[I64, I64, U16]:
+    """(canonical lanes, local lanes, values) of those that are in this copy."""
+    hit, local = copy.locator.locate(canonical)
+    return (canonical, local, values) if local.size == canonical.size else (canonical[hit], local, values[hit])
+
+
+def _differing(copy: LiveCopy, piece: Dense) -> tuple[I64, I64, U16, U16, int]:
+    """(canonical, local, old, new) of the tile's lanes that are here and not live already, and how many are here."""
+    window = None if piece.start is None else copy.window(piece.start, piece.bits.size)
+    if window is None:
+        canonical, local, bits = select(copy, piece.canonical, piece.bits)
+        old = copy.lanes.gather(local)
+        keep = np.flatnonzero(old != bits)
+        return canonical[keep], local[keep], old[keep], bits[keep], local.size
+    lo, hi, at = window
+    bits, old = piece.bits[lo:hi], copy.lanes.run(at, hi - lo)
+    keep = np.flatnonzero(old != bits)
+    return keep + ((piece.start or 0) + lo), keep + at, old[keep], bits[keep], hi - lo
+
+
+def lanes_here(copy: LiveCopy, piece: Dense) -> int:
+    """How many lanes of the tile are in this copy."""
+    window = None if piece.start is None else copy.window(piece.start, piece.bits.size)
+    return copy.locator.locate(piece.canonical)[1].size if window is None else window[1] - window[0]
+
+
+def overwrite(copy: LiveCopy, piece: Sparse | Dense) -> None:
+    """Write the piece to this copy, whatever is live there."""
+    if isinstance(piece, Dense) and piece.start is not None:
+        window = copy.window(piece.start, piece.bits.size)
+        if window is not None:
+            lo, hi, at = window
+            copy.lanes.write_run(at, piece.bits[lo:hi])
+            return
+    values = piece.diffs if isinstance(piece, Sparse) else piece.bits
+    _, local, values = select(copy, piece.canonical, values)
+    copy.lanes.scatter(local, copy.lanes.gather(local) + values if isinstance(piece, Sparse) else values)
+
+
 class Collector:
     """Adds up the pieces of one target."""
 
@@ -64,27 +103,23 @@ class Collector:
         self._piles: dict[str, _Pile] = {}
 
     def add(self, piece: Sparse | Dense) -> None:
+        """Keep what the piece changes here; CodecError if a difference is none."""
         live = self._selected[piece.tensor]
         pile = self._piles.get(piece.tensor)
         if pile is None:
             pile = self._piles[piece.tensor] = _Pile([[] for _ in live.copies])
-        hit, local = live.copies[0].locator.locate(piece.canonical)
-        everything = local.size == piece.canonical.size
-        canonical = piece.canonical if everything else piece.canonical[hit]
-        old = live.copies[0].lanes.gather(local)
+        first = live.copies[0]
         if isinstance(piece, Sparse):
-            diffs = piece.diffs if everything else piece.diffs[hit]
+            canonical, local, diffs = select(first, piece.canonical, piece.diffs)
+            old = first.lanes.gather(local)
             new: U16 = old + diffs
+            if not diffs.all():
+                raise CodecError(f"a chunk lists lanes of {piece.tensor!r} that do not change.")
         else:
-            new = piece.bits if everything else piece.bits[hit]
-            pile.dense_lanes += local.size
-        keep = np.flatnonzero(old != new)
-        if isinstance(piece, Sparse) and keep.size != new.size:
-            raise CodecError(f"a chunk lists lanes of {piece.tensor!r} that do not change.")
-        canonical, old, new = canonical[keep], old[keep], new[keep]
+            canonical, local, old, new, here = _differing(first, piece)
+            pile.dense_lanes += here
         for lanes, copy in zip(pile.local, live.copies, strict=True):
-            index = local if copy is live.copies[0] else copy.locator.locate(piece.canonical)[1]
-            lanes.append(_narrow(index[keep], live.held))
+            lanes.append(_narrow(local if copy is first else copy.locator.locate(canonical)[1], live.held))
         pile.old.append(old)
         pile.new.append(new)
         pile.delta += delta_digest(DigestKey.for_tensor(piece.tensor), canonical, old, new)

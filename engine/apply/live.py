@@ -93,6 +93,18 @@ class LiveCopy:
             raise LayoutError(f"layout covers {self.layout.src_numel} lanes, the memory has {self.lanes.lanes}.")
         object.__setattr__(self, "locator", Locator(self.layout))
 
+    def window(self, start: int, count: int) -> tuple[int, int, int] | None:
+        """Where canonical lanes [start, start + count) lie here if this copy is one run of them, else None.
+
+        (lo, hi, local): of the `count` lanes those in [lo, hi) are here, from local lane `local` on; lo = hi if none.
+        """
+        shift = self.locator.shift
+        if shift is None:
+            return None
+        lo = min(max(shift - start, 0), count)
+        hi = max(min(shift + self.lanes.lanes - start, count), lo)
+        return lo, hi, start + lo - shift
+
     def digest(self, key: DigestKey) -> int:
         """Digest of what is in memory now: one full pass."""
         if self.lanes.lanes == 0:

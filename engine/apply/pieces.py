@@ -35,11 +35,22 @@ class Sparse:
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """The bits of one whole tile of a writer's slice."""
+    """The bits of one whole tile of a writer's slice.
+
+    `start`: its first canonical lane where the tile is one run of them, which spares the index; None where it is not.
+    """
 
     tensor: str
-    canonical: I64
     bits: U16
+    start: int | None
+    scattered: I64 | None = None
+
+    @property
+    def canonical(self) -> I64:
+        """The canonical lane of each of `bits`."""
+        if self.scattered is not None:
+            return self.scattered
+        return np.arange(self.bits.size, dtype=np.int64) + (self.start or 0)
 
 
 def read_chunk(file: ChunkFile) -> bytes:
@@ -135,7 +146,9 @@ class Reader:
             at += stop - start
             if bits.size != stop - start:
                 raise CodecError(f"a dense tile of slice {item.slice} of {item.tensor!r} is cut short.")
-            ranks = np.arange(start, stop, dtype=np.int64)
-            yield Dense(item.tensor, ranks + shift if shift is not None else map_indices(layout, ranks), bits)
+            if shift is not None:
+                yield Dense(item.tensor, bits, start + shift)
+            else:
+                yield Dense(item.tensor, bits, None, map_indices(layout, np.arange(start, stop, dtype=np.int64)))
         if at != item.dense_bits.size:
             raise CodecError(f"slice {item.slice} of {item.tensor!r} carries more dense bits than its tiles hold.")

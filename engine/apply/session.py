@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.apply.changes import Change, check_unique, collect
+from engine.apply.changes import Change, check_unique, collect, lanes_here, overwrite
 from engine.apply.errors import LiveChanged, WrongBase, WrongResult
 from engine.apply.live import LiveSet, LiveTensor
 from engine.apply.phases import Move, Phase, after
@@ -217,11 +217,7 @@ class Applier:
             for file in target.chunks:
                 for piece in reader.pieces(file):
                     for copy in selected[piece.tensor].copies:
-                        hit, local = copy.locator.locate(piece.canonical)
-                        if isinstance(piece, Sparse):
-                            copy.lanes.scatter(local, copy.lanes.gather(local) + piece.diffs[hit])
-                        else:
-                            copy.lanes.scatter(local, piece.bits[hit])
+                        overwrite(copy, piece)
         digests = LiveSet.digests(selected)
         wrong = _differing(selected, digests, {t.name: t.digest for t in last.tensors})
         if wrong:
@@ -249,11 +245,11 @@ class Applier:
             seen: dict[str, list[I64]] = {}
             for file in target.chunks:
                 for piece in reader.pieces(file):
-                    _, local = selected[piece.tensor].copies[0].locator.locate(piece.canonical)
+                    copy = selected[piece.tensor].copies[0]
                     if isinstance(piece, Sparse):
-                        seen.setdefault(piece.tensor, []).append(local)
+                        seen.setdefault(piece.tensor, []).append(copy.locator.locate(piece.canonical)[1])
                     else:
-                        dense[piece.tensor] += local.size
+                        dense[piece.tensor] += lanes_here(copy, piece)
             for name, parts in seen.items():
                 check_unique(name, np.sort(np.concatenate(parts)))
             if number == 0:
