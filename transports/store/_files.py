@@ -6,6 +6,7 @@ Invariant: a descriptor is closed exactly once, and never while a thread is usin
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -170,3 +171,13 @@ class Upload:
         if self._temp is None:
             raise StoreError("the upload was not entered.")
         return self._temp
+
+
+def hash_reader(reader: Reader) -> str:
+    """SHA-256 of the whole file, in hexadecimal digits. For threads."""
+    digest, at = hashlib.sha256(), 0
+    while at < reader.info.size:
+        piece = reader.read_now(at, READ_BYTES)
+        digest.update(piece)
+        at += len(piece)
+    return digest.hexdigest()

@@ -21,7 +21,7 @@ from engine.errors import InvalidInput
 from engine.records.keys import check_key
 from transports.errors import ObjectCorrupt, ObjectNotFound, ObjectTooLarge, StoreError
 from transports.store import _replies as replies
-from transports.store._files import READ_BYTES, Reader, acquire
+from transports.store._files import Reader, acquire, hash_reader
 from transports.store._replies import Reply
 from transports.store.base import ChunkStore, ObjectInfo
 from transports.store.retry import Retrier, RetryPolicy, Surroundings
@@ -155,7 +155,7 @@ class HttpStore(ChunkStore):
         if isinstance(data, Path):
             reader = await acquire(lambda: _open_file(data), Reader.close)
             try:
-                sha256 = await asyncio.to_thread(_hash_file, reader)
+                sha256 = await asyncio.to_thread(hash_reader, reader)
                 size = reader.info.size
                 return await self._put_body(
                     key, _Body(size, sha256, lambda: reader.pieces(0, size)), what, if_absent=if_absent
@@ -389,12 +389,3 @@ def _open_file(path: Path) -> Reader:
         return Reader(path.name, fd, os.fstat(fd))
     except OSError as e:
         raise InvalidInput(f"cannot read the file to store, {path.name}: {e.strerror}.") from e
-
-
-def _hash_file(reader: Reader) -> str:
-    digest, at = hashlib.sha256(), 0
-    while at < reader.info.size:
-        piece = reader.read_now(at, READ_BYTES)
-        digest.update(piece)
-        at += len(piece)
-    return digest.hexdigest()
