@@ -32,7 +32,7 @@ from clients.http import (
 )
 from clients.protocol import Event, Job, ReceiverInfo, VersionInfo, Versions
 
-DEFAULT_URL: Final = "http://127.0.0.1:7300"
+DEFAULT_URL: Final = "http://127.0.0.1:7411"
 LONG_POLL_S: Final = 20.0
 RECEIVER_POLL_S: Final = 0.2
 

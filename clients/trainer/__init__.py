@@ -2,7 +2,7 @@
 
 from clients.trainer import TorchSource
 
-source = TorchSource(model, optimizer, daemon="http://127.0.0.1:7300", run="my-run")
+source = TorchSource(model, optimizer, daemon="http://127.0.0.1:7411", run="my-run")
 source.register()
 ...
 optimizer.step()

@@ -77,7 +77,7 @@ class TorchSource:
         model: torch.nn.Module | None = None,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
         *,
-        daemon: str = "http://127.0.0.1:7300",
+        daemon: str = "http://127.0.0.1:7411",
         run: str,
         token: str | None = None,
         rank: int | None = None,

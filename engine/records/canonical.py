@@ -67,7 +67,7 @@ def _mac(record: Record, key: bytes) -> str:
 
 
 def sign(record: S, key: bytes | None) -> S:
-    """The record with its HMAC-SHA-256 (RFC 2104) over its canonical bytes with `hmac` null; unchanged without a key."""
+    """The record with its HMAC-SHA-256 (RFC 2104) over the canonical bytes with `hmac` null; as it is without a key."""
     return record if key is None else record.model_copy(update={"hmac": _mac(record, key)})
 
 
