@@ -20,7 +20,7 @@ from app.subscriber.standing import Standing
 from app.subscriber.targets import NoSource, Step, Targets, digests, is_unreadable
 from clients.protocol import ReceiverRegistration, ReceiverState
 from clients.rollout.protocol import ReceiverError, ReceiverGone
-from engine.errors import DteError, InvalidInput, ProofError
+from engine.errors import DteError, InvalidInput, ProofError, StateConflict
 from engine.records.models import ChunkRef, CommitDecision
 from transports.errors import StoreUnavailable
 
@@ -30,7 +30,7 @@ FIRST_PAUSE_S = 0.2
 LAST_PAUSE_S = 10.0
 STATUS_EVERY_S = 1.0
 
-_AUDIT_AGAIN = frozenset({"wrong-base", "live-changed"})
+_AUDIT_AGAIN = frozenset({"wrong-base", "live-changed", ProofError.code})
 
 
 class Receiver:
@@ -184,6 +184,8 @@ class Receiver:
         if self.standing.installed == head.version:
             self.standing.last_error = ""
             self.standing.become(ReceiverState.IN_SYNC)
+        elif not self._stopping:
+            raise StateConflict(f"it is at version {self.standing.installed}, not yet at {head.version}.")
 
     async def _recognise(self, engine: Engine, head: CommitDecision) -> bool:
         """Prove the live weights to be some known version by their digests; False if they are none of them."""
@@ -191,7 +193,11 @@ class Receiver:
         try:
             found, per_rank = await engine.audit(head.tensors)
         except ProofError:
-            return False  # replicas differ: they are no version
+            return False  # replicas on several ranks differ: they are no version
+        except ReceiverError as error:
+            if error.code != ProofError.code:
+                raise
+            return False  # copies on one rank differ
         for commit in reversed(self._chain.commits()):
             known = await self._chain.full(commit.version)
             if digests(known.tensors) == found:
@@ -207,7 +213,10 @@ class Receiver:
         if len(held) != 2 or None in held or engine.dirty:
             return False
         low, high = sorted(v for v in held if v is not None)
-        if [c.version for c in self._chain.path(low, high)] != [high]:
+        try:
+            if [c.version for c in self._chain.path(low, high)] != [high]:
+                return False
+        except StateConflict:
             return False
         plan = [await self._targets.delta(high)]
         try:

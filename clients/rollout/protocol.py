@@ -301,8 +301,7 @@ class ReceiverClient:
     async def aclose(self) -> None:
         """Close the connection and wait for its reader to end."""
         self._pump.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._pump
+        await asyncio.wait([self._pump])
         self._writer.close()
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
@@ -310,7 +309,7 @@ class ReceiverClient:
     async def describe(self, *, timeout_s: float | None = 60.0) -> Description:
         return await self.call("describe", Empty(), Description, timeout_s=timeout_s)
 
-    async def status(self, *, timeout_s: float | None = 10.0) -> Status:
+    async def status(self, *, timeout_s: float | None = 30.0) -> Status:
         return await self.call("status", Empty(), Status, timeout_s=timeout_s)
 
     async def attach(self, owner: str, fence: int, *, timeout_s: float | None = 60.0) -> Status:
