@@ -61,7 +61,7 @@ bench: setup
 	@$(BIN)/dte bench memory
 
 openapi: setup
-	@$(BIN)/python -m app.openapi docs/openapi.json
+	@$(BIN)/python -m app.openapi > docs/openapi.json
 
 clean:
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
