@@ -3,7 +3,7 @@
 `ControlClient` and `AsyncControlClient` are twins with one vocabulary. One invariant: neither imports torch, so a
 scheduler or a dashboard can use them anywhere.
 
-    with ControlClient("http://127.0.0.1:7301", run="my-run") as control:
+    with ControlClient("http://127.0.0.1:7411", run="my-run") as control:
         info = control.wait_for_version(3, timeout_s=60)
         control.wait_for_receivers(3, timeout_s=60)
 """
