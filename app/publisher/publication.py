@@ -17,10 +17,9 @@ from app.committer import Committer
 from app.publisher.link import WorkerLink
 from app.publisher.retry import until_stored
 from app.publisher.uploader import Listener, Target, Uploader
-from app.publisher.worker_handle import WorkerDied
 from app.roles.base import Node
 from app.worker import protocol as p
-from app.worker.protocol import SpoolFull, SpoolLost
+from app.worker.protocol import SpoolLost
 from clients.protocol import JobState
 from engine.errors import DteError, StateConflict
 from engine.records import ChunkRef, Decision, PartRecord
@@ -137,7 +136,8 @@ class Publication:
         try:
             done, refs = await self.encode_and_upload()
             await self.deliver(done, refs, timings_ms)
-        except (SpoolLost, SpoolFull, WorkerDied) as problem:
+        except DteError as problem:
+            # Store errors are not among these: they are waited out.
             log.error("version %d cannot be delivered: %s", self._target.version, problem)
             return Outcome(await self.abort("spool-lost"), problem)
         decision = await self.decided()

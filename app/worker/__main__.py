@@ -75,10 +75,12 @@ class Server:
             self._send({"id": number, "ok": reply.model_dump(mode="json")})
         except DteError as error:
             self._send({"id": number, "error": p.error_to_json(error)})
-        except BaseException:
-            # An error nobody foresaw: say so in the log and die; the daemon starts over from the ledger.
-            log.exception("the worker failed")
-            os._exit(3)
+        except Exception as error:
+            # An error nobody foresaw. What is remembered changes only when an operation succeeds, so the worker can go
+            # on; the daemon gives up this one request.
+            log.exception("a request failed")
+            failed = p.WorkerFailed(f"the worker failed: {type(error).__name__}: {error}.", remedy=p.SEE_LOG)
+            self._send({"id": number, "error": p.error_to_json(failed)})
 
     def _dispatch(self, number: Any, request: p.Request) -> Any:
         if isinstance(request, p.Open):

@@ -28,6 +28,15 @@ class SpoolLost(DteError):
     code = "spool-lost"
 
 
+class WorkerFailed(DteError):
+    """An error nobody foresaw in the worker. The request had no effect."""
+
+    code = "worker-failed"
+
+
+SEE_LOG = "The daemon's log has the details; report it. The next version carries what was missed dense."
+
+
 class WorkerOptions(Model):
     """Settings a worker needs. `group_tiles`: tiles detected at once, which bounds its extra memory."""
 
@@ -184,6 +193,7 @@ _ERRORS: dict[str, type[DteError]] = {
         SpoolLost,
         StateConflict,
         UnsupportedOptimizer,
+        WorkerFailed,
     )
 }
 

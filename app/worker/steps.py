@@ -134,7 +134,8 @@ class StepReader:
             counts["outside_tiles"] += counts["tiles_compared_dense"] - before
             return read
         # The counter at the registration is not known: take one step for granted, the proof catches what is not so.
-        if step == known.step + 1 or (known.step < 0 and not self._unmoved(source, known)):
+        one_step = step == known.step + 1 if known.step >= 0 else not self._unmoved(source, known)
+        if one_step and step > 0:
             h = sync.hypers[spec.group]
             hyper = Hyper(h.lr, h.beta1, h.beta2, h.eps, h.weight_decay, h.lr_is_tensor)
             name = self._registration.groups[spec.group].name
