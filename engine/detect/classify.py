@@ -60,6 +60,15 @@ def join(parts: list[Verdicts]) -> Verdicts:
     )
 
 
+def scatter(part: Verdicts, at: I64, new: U16, changed: Bool, old: U16) -> Verdicts:
+    """Verdicts on all elements, given those on elements `at` and the certain changes among the others."""
+    changed, old = changed.copy(), old.copy()
+    changed[at], old[at] = part.changed, part.old
+    unknown, impossible = np.zeros(new.size, np.bool_), np.zeros(new.size, np.bool_)
+    unknown[at], impossible[at] = part.unknown, part.impossible
+    return Verdicts(new, changed, old, at[part.ambiguous], part.amb_offsets, part.amb_old, unknown, impossible)
+
+
 def float_keys(x: torch.Tensor) -> torch.Tensor:
     """FP32 → int64 keys in numeric order; −0 is −1 and +0 is 0, neighbours differ by 1."""
     bits = x.view(torch.int32).to(torch.int64)

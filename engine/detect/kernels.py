@@ -1,7 +1,8 @@
-"""The vectorised first pass over a tile range: one streaming read that flags what needs a closer look, and digests θ.
+"""The compiled passes over a tile range: `scan` streams everything once, `judge` looks at what it flagged.
 
-Invariant: an element that is not flagged provably had the same BF16 bits before the step, because the cheap interval
-(`FastBound`) contains the exact one and rounding is monotone. Loops are branch-free, so they become vector code.
+Invariant: an element that `scan` does not flag, or `judge` calls unchanged, provably had the same BF16 bits before the
+step: the cheap interval (`FastBound`) contains the exact one, which `judge` computes as `bounds.invert_step` does, and
+rounding is monotone. The loops of `scan` are branch-free, so they become vector code.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from engine.detect.base import I64, U16, U64
 from engine.digest import run_digest
 
 F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
 I32 = npt.NDArray[np.int32]
 U32 = npt.NDArray[np.uint32]
 U8 = npt.NDArray[np.uint8]
@@ -110,6 +112,62 @@ def scan(
                         flagged[found] = start + j
                         found += 1
     return found
+
+
+@_kernel
+def _end_bits(x: float, up: bool) -> np.uint32:
+    """Bits of the FP32 value nearest to a finite x that is not inside of it: not below x if `up`, else not above."""
+    f = np.float32(x)
+    bits = f.view(np.uint32)
+    sign = np.uint32(0x8000_0000)
+    if x == 0.0:
+        return np.uint32(0) if up else sign
+    inside = np.float64(f) < x if up else np.float64(f) > x
+    if not inside:
+        return bits
+    if f == np.float32(0.0):
+        return np.uint32(1) if up else np.uint32(sign | np.uint32(1))
+    grows = (f > np.float32(0.0)) == up
+    return np.uint32(bits + np.uint32(1)) if grows else np.uint32(bits - np.uint32(1))
+
+
+@_kernel
+def _bf16(bits: np.uint32) -> np.uint32:
+    return np.uint32((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+@_kernel
+def judge(theta: F32, m: F32, v: F32, step: F64, flagged: I32, count: int, verdict: U8, old: U16) -> None:
+    """The exact interval of the first `count` flagged elements: verdict 0 unchanged, 1 changed with these old bits, 2
+    ambiguous or unknown. `step`: FP64 [12] as packed by `cpu.pack_step`; FP32 moments only."""
+    c, s, b, eps, q_rel, root_abs = step[0], step[1], step[2], step[3], step[4], step[5]
+    num_abs, q_abs, out_abs, rounds_decay, decay_rel, largest = step[6], step[7], step[8], step[9], step[10], step[11]
+    unit = 2.0**-24
+    size = abs(c)
+    for k in range(count):
+        i = flagged[k]
+        t = np.float64(theta[i])
+        den = np.sqrt(np.float64(v[i])) / b + eps
+        q = s * np.float64(m[i]) / den
+        room = den - root_abs
+        q_size, t_size = abs(q), abs(t)
+        q_err = q_size * (q_rel + 1.01 * root_abs / room) + 1.01 * num_abs / room + q_abs
+        a = unit * t_size + q_err + out_abs
+        back = t + q
+        if rounds_decay != 0.0:
+            a = a + unit * (abs(back) + a) + out_abs
+        centre = back / c
+        a = a / size
+        d = a + 1.05 * (decay_rel / size) * (abs(centre) + a)
+        d = d * (1.0 + 2.0**-20) + 2.0**-50 * (t_size + q_size) / size
+        lo, hi = centre - d, centre + d
+        verdict[k] = np.uint8(2)
+        if not (np.isfinite(lo) and np.isfinite(hi) and room > 0.0 and t_size <= largest):
+            continue
+        least, most = _bf16(_end_bits(lo, False)), _bf16(_end_bits(hi, True))
+        if least == most:
+            verdict[k] = np.uint8(0 if least == _bf16(np.float32(theta[i]).view(np.uint32)) else 1)
+            old[k] = np.uint16(least)
 
 
 def ranks_of(flagged: I32, count: int, first_rank: int) -> I64:

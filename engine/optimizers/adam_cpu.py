@@ -14,7 +14,7 @@ import torch
 
 from engine.optimizers.arithmetic import f32, ieee_sqrt
 from engine.optimizers.base import Hyper, Interval, StepContext
-from engine.optimizers.bounds import FastBound, StepBound, U, fast_bound_of, invert_step
+from engine.optimizers.bounds import StepBound, U, invert_step
 
 Implementation = Literal["single", "foreach", "fused"]
 
@@ -67,7 +67,8 @@ class TorchAdamCpu:
         den = root.div_(k.root_bias_correction2).add_(ctx.hyper.eps)
         return theta.addcdiv_(m, den, value=-k.step_size)
 
-    def _bound(self, ctx: StepContext) -> StepBound:
+    def step_bound(self, ctx: StepContext) -> StepBound:
+        """The step as real arithmetic, and this implementation's distance from it."""
         k = self._constants(ctx)
         c = 1.0 if k.decay is None else f32(k.decay)
         return StepBound(
@@ -81,11 +82,7 @@ class TorchAdamCpu:
 
     def invert(self, theta: torch.Tensor, m: torch.Tensor, v: torch.Tensor, ctx: StepContext) -> Interval:
         """The interval that provably contains θ_{t-1}."""
-        return invert_step(self._bound(ctx), theta, m, v)
-
-    def fast_bound(self, ctx: StepContext) -> FastBound | None:
-        """Constants of the cheap interval."""
-        return fast_bound_of(self._bound(ctx))
+        return invert_step(self.step_bound(ctx), theta, m, v)
 
     def is_monotone(self, ctx: StepContext) -> bool:
         """θ ↦ fl(fl(θ·c) + q) never falls when c >= 0: each rounding is monotone and q does not depend on θ."""

@@ -15,7 +15,7 @@ import torch
 
 from engine.optimizers.arithmetic import f32, fma, ieee_sqrt
 from engine.optimizers.base import Interval, StepContext
-from engine.optimizers.bounds import MIN_STEP, FastBound, StepBound, U, fast_bound_of, invert_step
+from engine.optimizers.bounds import MIN_STEP, StepBound, U, invert_step
 
 Implementation = Literal["single", "foreach", "fused", "capturable"]
 
@@ -98,7 +98,8 @@ class TorchAdamCuda:
             return fma(-k.step_size, m / den, theta)
         return theta + (m / den) * -k.step_size
 
-    def _bound(self, ctx: StepContext) -> StepBound:
+    def step_bound(self, ctx: StepContext) -> StepBound:
+        """The step as real arithmetic, and this implementation's distance from it."""
         k = self._constants(ctx)
         decays = ctx.hyper.weight_decay != 0
         # A step size of 0 that does not come from lr = 0 hides an overflow, which the device may have just missed.
@@ -127,8 +128,4 @@ class TorchAdamCuda:
 
     def invert(self, theta: torch.Tensor, m: torch.Tensor, v: torch.Tensor, ctx: StepContext) -> Interval:
         """The interval that provably contains θ_{t-1}, powf's error included."""
-        return invert_step(self._bound(ctx), theta, m, v)
-
-    def fast_bound(self, ctx: StepContext) -> FastBound | None:
-        """Constants of the cheap interval."""
-        return fast_bound_of(self._bound(ctx))
+        return invert_step(self.step_bound(ctx), theta, m, v)

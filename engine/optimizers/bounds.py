@@ -74,11 +74,11 @@ class FastBound:
 
 
 @runtime_checkable
-class HasFastBound(Protocol):
-    """A formula that offers the cheap interval; others are tested with `invert` on every element."""
+class HasStepBound(Protocol):
+    """A formula whose interval is `invert_step` of a `StepBound`; others are tested with `invert` on every element."""
 
-    def fast_bound(self, ctx: StepContext) -> FastBound | None:
-        """The constants, or None when no useful cheap bound exists for this step."""
+    def step_bound(self, ctx: StepContext) -> StepBound:
+        """The step as real arithmetic, and the implementation's distance from it."""
 
 
 @runtime_checkable

@@ -19,10 +19,8 @@ from engine.optimizers.bounds import (
     ROOT_ABS,
     ROOT_FLUSH_ABS,
     ROUND_ABS,
-    FastBound,
     StepBound,
     U,
-    fast_bound_of,
     invert_step,
 )
 
@@ -59,7 +57,8 @@ class FusedAdam:
         update = z(fma(wd, theta, ratio)) if self.contracted else z(ratio + z(theta * wd))
         return z(fma(-lr, update, theta)) if self.contracted else z(theta - z(update * lr))
 
-    def _bound(self, ctx: StepContext) -> StepBound:
+    def step_bound(self, ctx: StepContext) -> StepBound:
+        """The step as real arithmetic, and this implementation's distance from it."""
         h = ctx.hyper
         lr, wd = f32(h.lr), f32(h.weight_decay)
         bias1, bias2 = self._bias(ctx)
@@ -85,11 +84,7 @@ class FusedAdam:
 
     def invert(self, theta: torch.Tensor, m: torch.Tensor, v: torch.Tensor, ctx: StepContext) -> Interval:
         """The interval that provably contains θ_{t-1}."""
-        return invert_step(self._bound(ctx), theta, m, v)
-
-    def fast_bound(self, ctx: StepContext) -> FastBound | None:
-        """Constants of the cheap interval."""
-        return fast_bound_of(self._bound(ctx))
+        return invert_step(self.step_bound(ctx), theta, m, v)
 
 
 def _keep(x: torch.Tensor) -> torch.Tensor:

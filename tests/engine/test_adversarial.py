@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from engine.detect import kernels
-from engine.detect.classify import classify
-from engine.detect.cpu import _pack
+from engine.detect.classify import Verdicts, classify
+from engine.detect.cpu import pack_fast, pack_step
 from engine.digest import DigestKey
 from engine.optimizers import registry
-from engine.optimizers.bounds import HasFastBound
+from engine.optimizers.bounds import HasStepBound, fast_bound_of
 from tests.engine.numerics_world import (
     Step,
     adversarial_grad,
@@ -35,10 +35,12 @@ def check(name: str, step: Step) -> tuple[int, int]:
         assert_verdicts_hold(verdicts, old, new)
         assert not verdicts.impossible.any(), "replay found no candidate for the right formula"
         known = int((~verdicts.unknown).sum())
-    assert isinstance(formula, HasFastBound)
-    bound = formula.fast_bound(step.ctx)
-    if bound is not None:
-        assert_scan_agrees(step, _pack(bound), verdicts.unknown | verdicts.changed, verdicts.ambiguous)
+    assert isinstance(formula, HasStepBound)
+    real = formula.step_bound(step.ctx)
+    fast = fast_bound_of(real)
+    if fast is not None:
+        assert_scan_agrees(step, pack_fast(fast), verdicts.unknown | verdicts.changed, verdicts.ambiguous)
+        assert_judge_agrees(step, pack_step(real), verdicts)
     return old.size, known
 
 
@@ -54,6 +56,19 @@ def assert_scan_agrees(step: Step, constants: kernels.F32, sent: np.ndarray, amb
     seen[flagged[:count]] = True
     assert seen[sent].all()
     assert seen[ambiguous].all()
+
+
+def assert_judge_agrees(step: Step, constants: kernels.F64, expected: Verdicts) -> None:
+    """The compiled exact interval gives the verdicts of the plain one (here without replay) on every element."""
+    n = step.theta.numel()
+    verdict, old = np.empty(n, np.uint8), np.zeros(n, np.uint16)
+    arrays = (step.theta.numpy(), step.m.numpy(), step.v.numpy())
+    kernels.judge(*arrays, constants, np.arange(n, dtype=np.int32), n, verdict, old)
+    doubtful = expected.unknown.copy()
+    doubtful[expected.ambiguous] = True
+    assert np.array_equal(verdict == 2, doubtful)
+    assert np.array_equal(verdict == 1, expected.changed)
+    assert np.array_equal(old[expected.changed], expected.old[expected.changed])
 
 
 def sweep(name: str, configurations: int, n: int, seed: int) -> None:
