@@ -100,8 +100,11 @@ def _check_certified(spec: SliceSpec, meta: TensorMeta, groups: int) -> None:
 def slice_shape(spec: SliceSpec, meta: TensorMeta) -> SliceShape:
     """The slice in lanes, after its layout was checked. InvalidInput or LayoutError name what does not fit."""
     numel = prod(meta.shape)
-    elements = from_json(spec.blocks, spec.numel, numel)
-    validate_slice(elements, spec.numel)
+    try:
+        elements = from_json(spec.blocks, spec.numel, numel)
+        validate_slice(elements, spec.numel)
+    except LayoutError as error:
+        raise LayoutError(f"{_where(spec)}: {error.message}", remedy=error.remedy or _REGISTER_AGAIN) from None
     item = ITEMSIZE[meta.dtype]
     if item == 1:
         b = elements.blocks[0].normalised() if len(elements.blocks) == 1 else None
