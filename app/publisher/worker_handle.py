@@ -54,6 +54,11 @@ class WorkerHandle:
         return self._process.pid
 
     @property
+    def returncode(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        return self._process.returncode
+
+    @property
     def alive(self) -> bool:
         return self._process.returncode is None and not self._reader.done()
 

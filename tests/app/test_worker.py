@@ -57,8 +57,10 @@ async def test_a_worker_answers_errors_and_its_death_ends_every_call() -> None:
 @pytest.mark.anyio
 async def test_a_worker_ends_with_its_input_and_without_its_parent() -> None:
     worker = await WorkerHandle.start()
+    with pytest.raises(StateConflict, match="open"):
+        await worker.call(p.Release(hold=1), p.Done)
     await worker.stop()
-    assert worker._process.returncode == 0
+    assert worker.returncode == 0
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "app.worker", str(os.getpid() + 1), stdin=asyncio.subprocess.PIPE
     )
