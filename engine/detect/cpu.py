@@ -6,15 +6,18 @@ ill-conditioned steps, formulas without one) every element goes through the exac
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from engine.bf16 import MAX_FINITE_FP32_FOR_BF16, nan_bits, round_to_bf16_bits
 from engine.detect import kernels
-from engine.detect.assemble import assemble, concatenate, without_entries
-from engine.detect.base import I64, TILE, U64, Detection, SliceGeometry
+from engine.detect.assemble import assemble, without_entries
+from engine.detect.base import I64, TILE, U16, U64, Bool, Detection, SliceGeometry
 from engine.detect.check import check_state, check_tiles
 from engine.detect.classify import Verdicts, classify, join, scatter
 from engine.detect.geometry import contiguous_start, tile_digests
@@ -24,8 +27,19 @@ from engine.optimizers.base import Formula, StepContext
 from engine.optimizers.bounds import FastBound, HasStepBound, StepBound, fast_bound_of
 
 CHUNK_TILES = 32
-"""Tiles one thread works on at a time (2 Mi elements): bounds the memory of a piece and the share of Python in it."""
+"""Tiles one thread sweeps at a time (2 Mi elements)."""
 _EXACT_PIECE = 1 << 17
+"""Elements that plain torch judges at a time: bounds the memory of its FP64 intermediates (some 20 MiB)."""
+
+
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
+
+
+class _Map(Protocol):
+    """`map`, or a pool's."""
+
+    def __call__(self, function: Callable[[_In], _Out], items: Iterable[_In], /) -> Iterable[_Out]: ...
 
 
 class CpuBackend:
@@ -59,16 +73,23 @@ class CpuBackend:
         check_state(theta, m, v, geometry.tensor)
         check_tiles(theta.numel(), geometry, tile_start, tile_stop)
         job = _Job(formula, ctx, theta, m, v, geometry, exact_replay)
-        starts = range(tile_start, tile_stop, CHUNK_TILES)
-        ranges = [(t, min(t + CHUNK_TILES, tile_stop)) for t in starts]
+        ranges = [(t, min(t + CHUNK_TILES, tile_stop)) for t in range(tile_start, tile_stop, CHUNK_TILES)]
         if not ranges:
             return without_entries(tile_start, np.zeros(0, np.uint64), np.zeros(0, np.bool_))
         if self._threads == 1 or len(ranges) == 1:
-            parts = [job.run(first, last) for first, last in ranges]
-        else:
-            with ThreadPoolExecutor(self._threads, thread_name_prefix="detect") as pool:
-                parts = list(pool.map(lambda r: job.run(*r), ranges))
-        return concatenate(parts)
+            return job.run(ranges, map)
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="detect") as pool:
+            return job.run(ranges, pool.map)
+
+
+@dataclass(frozen=True, slots=True)
+class _Swept:
+    """Elements of one tile range that may have changed: `certain` ones with their old bits; and the tiles' digests."""
+
+    ranks: I64
+    certain: Bool
+    old: U16
+    digest: U64
 
 
 class _Job:
@@ -92,6 +113,28 @@ class _Job:
         self._b_words = self._key.b_words(geometry.layout.dst_numel)
         self._nan_bits = nan_bits()
 
+    def run(self, ranges: list[tuple[int, int]], run_all: _Map) -> Detection:
+        """Detect in consecutive tile ranges; `run_all` maps a function over pieces of the work, in order.
+
+        What the compiled passes leave open is judged for all ranges together: it is a handful, and plain torch costs
+        the same for one element as for a thousand.
+        """
+        swept = list(run_all(self._sweep, ranges))
+        ranks, certain, old, digest = (
+            np.concatenate([getattr(part, field) for part in swept]) for field in ("ranks", "certain", "old", "digest")
+        )
+        closer = np.flatnonzero(~certain)
+        pieces = [ranks[closer[i : i + _EXACT_PIECE]] for i in range(0, max(1, closer.size), _EXACT_PIECE)]
+        judged = join(list(run_all(self._exact_rules, pieces)))
+        new = round_to_bf16_bits(self._theta[torch.from_numpy(ranks)])
+        return assemble(ranges[0][0], ranks, scatter(judged, closer, new, certain, old), digest)
+
+    def _exact_rules(self, ranks: I64) -> Verdicts:
+        pick = torch.from_numpy(ranks)
+        return classify(
+            self._formula, self._ctx, self._theta[pick], self._m[pick], self._v[pick], exact_replay=self._exact
+        )
+
     def _compiled_plan(self) -> tuple[kernels.F32, kernels.F64] | None:
         """Constants of both compiled passes, or None where every element must take the exact rules."""
         if not (self._m.dtype == self._v.dtype == torch.float32) or not isinstance(self._formula, HasStepBound):
@@ -100,42 +143,25 @@ class _Job:
         fast = fast_bound_of(step)
         return None if fast is None else (pack_fast(fast), pack_step(step))
 
-    def run(self, tile_start: int, tile_stop: int) -> Detection:
-        """Detect in tiles [tile_start, tile_stop)."""
-        first, last = tile_start * TILE, min(tile_stop * TILE, self._theta.numel())
-        if self._plan is not None:
-            return self._run_compiled(*self._plan, tile_start, first, last)
-        ranks = np.arange(first, last, dtype=np.int64)
-        return assemble(tile_start, ranks, self._exact_rules(ranks), self._digest(tile_start, first, last))
-
-    def _run_compiled(self, fast: kernels.F32, step: kernels.F64, tile_start: int, first: int, last: int) -> Detection:
-        theta, m, v = (x[first:last].numpy() for x in (self._theta, self._m, self._v))
-        digest = np.zeros(-(-(last - first) // TILE), np.uint64)
-        flagged = np.empty(last - first, np.int32)  # untouched pages cost nothing
+    def _sweep(self, tiles: tuple[int, int]) -> _Swept:
+        first, last = tiles[0] * TILE, min(tiles[1] * TILE, self._theta.numel())
+        if self._plan is None:
+            ranks = np.arange(first, last, dtype=np.int64)
+            nothing = np.zeros(ranks.size, np.uint16)
+            return _Swept(ranks, nothing != 0, nothing, self._digest(tiles[0], first, last))
+        fast, step = self._plan
+        n = last - first
+        digest = np.zeros(-(-n // TILE), np.uint64)
+        # Room for every element; pages that stay untouched cost nothing.
+        sent, verdict, old = np.empty(n, np.int32), np.empty(n, np.uint8), np.empty(n, np.uint16)
         start = -1 if self._start is None else self._start + first
-        count = kernels.scan(
-            theta, m, v, fast, self._nan_bits, self._key.a, self._b_words, start, TILE, digest, flagged
+        theta, m, v = (x[first:last].numpy() for x in (self._theta, self._m, self._v))
+        found = kernels.sweep(
+            theta, m, v, fast, step, self._nan_bits, self._key.a, self._b_words, start, TILE, digest, sent, verdict, old
         )
         if start < 0:
-            digest = self._digest(tile_start, first, last)
-        verdict, old = np.empty(count, np.uint8), np.zeros(count, np.uint16)
-        kernels.judge(theta, m, v, step, flagged, count, verdict, old)
-        sent = np.flatnonzero(verdict)
-        verdict, old, chosen = verdict[sent], old[sent], flagged[sent]
-        ranks = chosen.astype(np.int64) + first
-        closer = np.flatnonzero(verdict == 2)
-        new = round_to_bf16_bits(torch.from_numpy(theta[chosen]))
-        verdicts = scatter(self._exact_rules(ranks[closer]), closer, new, verdict == 1, old)
-        return assemble(tile_start, ranks, verdicts, digest)
-
-    def _exact_rules(self, ranks: I64) -> Verdicts:
-        """The rules of `classify` for these ranks, in bounded pieces."""
-        parts = []
-        for i in range(0, max(1, ranks.size), _EXACT_PIECE):
-            pick = torch.from_numpy(ranks[i : i + _EXACT_PIECE])
-            state = (x[pick] for x in (self._theta, self._m, self._v))
-            parts.append(classify(self._formula, self._ctx, *state, exact_replay=self._exact))
-        return join(parts)
+            digest = self._digest(tiles[0], first, last)
+        return _Swept(sent[:found].astype(np.int64) + first, verdict[:found] == 1, old[:found].copy(), digest)
 
     def _digest(self, tile_start: int, first: int, last: int) -> U64:
         return tile_digests(self._geometry, round_to_bf16_bits(self._theta[first:last]), tile_start)

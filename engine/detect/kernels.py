@@ -1,4 +1,4 @@
-"""The compiled passes over a tile range: `scan` streams everything once, `judge` looks at what it flagged.
+"""The compiled passes: `scan` streams everything, `judge` looks at what was flagged, `sweep` does both in pieces.
 
 Invariant: an element that `scan` does not flag, or `judge` calls unchanged, provably had the same BF16 bits before the
 step: the cheap interval (`FastBound`) contains the exact one, which `judge` computes as `bounds.invert_step` does, and
@@ -14,7 +14,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from engine.detect.base import I64, U16, U64
+from engine.detect.base import U16, U64
 from engine.digest import run_digest
 
 F32 = npt.NDArray[np.float32]
@@ -26,6 +26,10 @@ _F = TypeVar("_F", bound=Callable[..., object])
 
 BLOCK = 1024
 """Elements whose intermediate values stay in the first-level cache."""
+
+
+PIECE = 1 << 14
+"""Elements scanned before the flagged among them are judged (192 KiB of state: the second-level cache)."""
 
 
 def _kernel(function: _F) -> _F:
@@ -170,6 +174,44 @@ def judge(theta: F32, m: F32, v: F32, step: F64, flagged: I32, count: int, verdi
             old[k] = np.uint16(least)
 
 
-def ranks_of(flagged: I32, count: int, first_rank: int) -> I64:
-    """Slice ranks of the first `count` flagged element numbers."""
-    return flagged[:count].astype(np.int64) + first_rank
+@_kernel
+def sweep(
+    theta: F32,
+    m: F32,
+    v: F32,
+    fast: F32,
+    step: F64,
+    nan_bits: int,
+    a: U64,
+    b: U64,
+    canonical_start: int,
+    tile_lanes: int,
+    digests: U64,
+    sent: I32,
+    verdict: U8,
+    old: U16,
+) -> int:
+    """`scan` and `judge` piece by piece, while the piece is in the cache; returns how many elements were not unchanged.
+
+    Those go into `sent` (element numbers, ascending), with their verdict (1, 2) and old bits (0 for verdict 2). The
+    three outputs must have room for every element.
+    """
+    n = theta.shape[0]
+    hits = np.empty(PIECE, np.int32)
+    judged = np.empty(PIECE, np.uint8)
+    bits = np.empty(PIECE, np.uint16)
+    found = 0
+    for start in range(0, n, PIECE):
+        stop = min(start + PIECE, n)
+        tile = start // tile_lanes
+        t, mom, var = theta[start:stop], m[start:stop], v[start:stop]
+        origin = canonical_start + start if canonical_start >= 0 else -1
+        count = scan(t, mom, var, fast, nan_bits, a, b, origin, tile_lanes, digests[tile : tile + 1], hits)
+        judge(t, mom, var, step, hits, count, judged, bits)
+        for k in range(count):
+            if judged[k] != 0:
+                sent[found] = start + hits[k]
+                verdict[found] = judged[k]
+                old[found] = bits[k] if judged[k] == 1 else np.uint16(0)
+                found += 1
+    return found
