@@ -106,8 +106,8 @@ class RankState:
         event, self._changed = self._changed, asyncio.Event()
         event.set()
 
-    async def until(self, reached: Callable[[], bool], timeout_s: float) -> None:
-        """Wait until `reached()` or `timeout_s` is over."""
+    async def until(self, reached: Callable[[], bool], timeout_s: float | None) -> None:
+        """Wait until `reached()` or `timeout_s` (None: for ever) is over."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not reached():
@@ -122,6 +122,7 @@ class RankState:
             log.warning("%s: ended: %s", self.name, why)
             r = self.registration
             self.node.events.publish("rank-ended", r.run, rank=r.rank, launch=r.launch, reason=why.message)
+            self.changed()
 
     def check_superseded(self) -> None:
         """Raise what ended this rank, which it is now if a newer epoch is open."""

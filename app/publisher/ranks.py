@@ -143,14 +143,10 @@ class RankSession:
                 raise
 
     async def retire(self) -> None:
-        """Take no more syncs, finish those accepted, end, and remove the spool."""
+        """Take no more syncs, finish those accepted and what is in flight, remove the spool."""
         self.state.end(LaunchEnded("this rank was deregistered.", remedy="Register it again under a new launch."))
-        drained = asyncio.create_task(self._queue.join())
-        await asyncio.wait([drained, *([] if self._main is None else [self._main])], return_when="FIRST_COMPLETED")
-        drained.cancel()
-        await self._flights.landed()
-        await self.stop()
-        await asyncio.to_thread(self.state.spool.remove)
+        if self._main is not None:
+            await asyncio.wait([self._main])
 
     async def stop(self) -> None:
         """End now; everything that is not finished goes on after the next start."""
@@ -232,6 +228,7 @@ class RankSession:
             state.promised = sync.version
         state.jobs.add(job)
         self._queue.put_nowait(_Waiting(job.id, sync, arrived_s))
+        state.changed()
         return job
 
     # --- reading ---------------------------------------------------------------------------------------------------
@@ -239,26 +236,34 @@ class RankSession:
     async def _run(self, register_job: str) -> None:
         state = self.state
         try:
-            if not await Registrar(state, self._flights).run(register_job):
-                return
-            self._requeue()
-            while True:
-                waiting = await self._queue.get()
-                self._busy = True
-                try:
-                    await self._read(waiting)
-                finally:
-                    self._busy = False
-                    self._queue.task_done()
-                    state.changed()
-        except asyncio.CancelledError:
-            raise
+            if await Registrar(state, self._flights).run(register_job):
+                self._requeue()
+                while (waiting := await self._next()) is not None:
+                    self._busy = True
+                    try:
+                        await self._read(waiting)
+                    finally:
+                        self._busy = False
+                        state.changed()
         except Exception as error:
             log.exception("%s: the session failed", state.name)
             state.end(DteError(f"the session failed: {error}", remedy="Register the rank as a new launch."))
-        finally:
-            if state.ended is not None:
-                await state.fail_waiting()
+        await self._wind_up()
+
+    async def _next(self) -> _Waiting | None:
+        """The next sync; None when the session has ended and none waits."""
+        await self.state.until(lambda: not self._queue.empty() or self.state.ended is not None, None)
+        return None if self._queue.empty() else self._queue.get_nowait()
+
+    async def _wind_up(self) -> None:
+        """The session has ended: nothing new comes, what was promised still lands, and then the spool is of no use."""
+        state = self.state
+        assert state.ended is not None
+        await state.fail_waiting()
+        await self._flights.landed()
+        await state.link.stop()
+        if isinstance(state.ended, LaunchEnded) or state.epoch is None:
+            await asyncio.to_thread(state.spool.remove)
 
     def _requeue(self) -> None:
         """Syncs that were accepted before a restart and not read come first."""

@@ -226,6 +226,9 @@ async def test_a_resumed_launch_supersedes_and_rewinds(tmp_path: Path, trainer: 
             assert rig3.chain.head.rewound
             rig3.expected |= rig.expected | rig2.expected
             await rig3.check()
+            # the superseded launch left nothing behind
+            await asyncio.gather(*role._retiring.values())
+            assert [d.name for d in (tmp_path / "data" / "spool" / trainer.run).iterdir()] == [other.launch]
     finally:
         resumed.close()
         other.close()
