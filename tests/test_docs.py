@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import os
 import re
 import shlex
@@ -30,6 +32,7 @@ from engine.errors import DteError
 
 ROOT = Path(__file__).parent.parent
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
+OURS = ("app", "clients", "transports", "engine")
 SHELLS = {"sh", "bash", "shell", "console"}
 
 
@@ -118,12 +121,52 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_python_blocks_compile_and_import_what_exists(page: Path) -> None:
+def test_python_blocks_use_what_exists(page: Path) -> None:
+    """They compile; imports, methods and keyword arguments of our own classes and functions are there."""
     for text in blocks(page, "python", "py"):
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ("clients", "engine"):
-                module = __import__(node.module, fromlist=["_"])
-                assert all(hasattr(module, a.name) for a in node.names), ast.unparse(node)
+        tree = ast.parse(text)
+        known: dict[str, Any] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in OURS:
+                module = importlib.import_module(node.module)
+                known |= {a.asname or a.name: getattr(module, a.name) for a in node.names}
+        made = {name: known[cls] for name, cls in instances(tree) if cls in known}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                check_call(node, known, made)
+
+
+def instances(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """(variable, class) of every `x = C(…)` and `with C(…) as x`."""
+    for node in ast.walk(tree):
+        pairs: list[tuple[ast.expr | None, ast.expr]] = []
+        if isinstance(node, ast.Assign):
+            pairs = [(target, node.value) for target in node.targets]
+        elif isinstance(node, ast.With):
+            pairs = [(item.optional_vars, item.context_expr) for item in node.items]
+        for target, value in pairs:
+            if isinstance(target, ast.Name) and isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
+                yield target.id, value.func.id
+
+
+def check_call(call: ast.Call, known: dict[str, Any], made: dict[str, Any]) -> None:
+    if isinstance(call.func, ast.Name) and call.func.id in known:
+        function = known[call.func.id]
+    elif isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name) and call.func.value.id in made:
+        function = getattr(made[call.func.value.id], call.func.attr)
+    else:
+        return
+    parameters = inspect.signature(function).parameters
+    for keyword in call.keywords:
+        assert keyword.arg in parameters, ast.unparse(call)
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z]+):", makefile, flags=re.M))
+    named = {t for page in pages() for t in re.findall(r"(?:^|`)make ([a-z]+)", page.read_text(), flags=re.M)}
+    assert named
+    assert named <= targets
 
 
 def test_toml_blocks_are_settings() -> None:
