@@ -147,7 +147,7 @@ class RankState:
     def update(self, job_id: str, state: JobState | None = None, **changes: object) -> None:
         """Change a job, here and in the book."""
         record = self.records.get(job_id)
-        if record is None:
+        if record is None or self.jobs.get(job_id) is None:  # not accepted yet
             return
         job = self.jobs.update(job_id, state, **changes)
         self.records[job_id] = files.JobRecord(job=job, sync=None if job.state.final else record.sync)

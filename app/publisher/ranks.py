@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 QUEUED_SYNCS = 8
 NOTING_S = 1.0
+READY_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,12 @@ class RankSession:
         self._flights = Flights(self.state)
         self._queue: asyncio.Queue[_Waiting] = asyncio.Queue(QUEUED_SYNCS)
         self._busy = False
+        self._ready = False
+        self._unread = [
+            (key, record.sync)
+            for key, record in self.state.records.items()
+            if record.sync is not None and record.job.state in (JobState.QUEUED, JobState.READING)
+        ]
         self._lock = asyncio.Lock()
         self._main: asyncio.Task[None] | None = None
 
@@ -97,7 +104,7 @@ class RankSession:
 
     async def cut(self) -> Cut:
         """Whether the next sync may publish, and as which number."""
-        state, epoch = self.state, self._open_epoch()
+        state, epoch = self.state, await self._open_epoch()
         try:
             await state.chain.refresh()
         except StoreError as error:
@@ -118,7 +125,7 @@ class RankSession:
             known = state.jobs.get(sync_job_id(sync.run, sync.launch, sync.epoch, sync.rank, sync.step))
             if known is not None:
                 return known, False
-            epoch = self._open_epoch()
+            epoch = await self._open_epoch()
             if sync.epoch != epoch:
                 raise StateConflict(
                     f"epoch {sync.epoch} is not this launch's, which is {epoch}.",
@@ -164,11 +171,15 @@ class RankSession:
 
     # --- accepting -------------------------------------------------------------------------------------------------
 
-    def _open_epoch(self) -> int:
+    async def _open_epoch(self) -> int:
+        """The epoch, once the rank is ready for syncs."""
+        await self.state.until(lambda: self._ready or self.state.ended is not None or self.state.epoch is None, READY_S)
         if self.state.ended is not None:
             raise self.state.ended
         if self.state.epoch is None:
             raise StateConflict("the epoch of this launch is not open yet.", remedy="Wait for the registration's job.")
+        if not self._ready:
+            raise HttpProblem(503, "starting", "the rank's worker is starting.", remedy="Try again in a moment.")
         return self.state.epoch
 
     def _check_number(self, version: int) -> None:
@@ -238,6 +249,8 @@ class RankSession:
         try:
             if await Registrar(state, self._flights).run(register_job):
                 self._requeue()
+                self._ready = True
+                state.changed()
                 while (waiting := await self._next()) is not None:
                     self._busy = True
                     try:
@@ -267,11 +280,10 @@ class RankSession:
 
     def _requeue(self) -> None:
         """Syncs that were accepted before a restart and not read come first."""
-        for key, record in self.state.records.items():
-            if record.sync is not None and record.job.state in (JobState.QUEUED, JobState.READING):
-                self._queue.put_nowait(_Waiting(key, record.sync, time.monotonic()))
-                if record.sync.version is not None and record.sync.version != self.state.in_flight:
-                    self.state.promised = record.sync.version
+        for key, sync in self._unread:
+            self._queue.put_nowait(_Waiting(key, sync, time.monotonic()))
+            if sync.version is not None and sync.version != self.state.in_flight:
+                self.state.promised = sync.version
 
     async def _read(self, waiting: _Waiting) -> None:
         state, job_id, sync = self.state, waiting.job_id, waiting.sync
