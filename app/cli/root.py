@@ -5,6 +5,7 @@ Invariant: a command here parses and explains its options and leaves the work to
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -105,6 +106,10 @@ def demo(
     receivers from the weights they received. At the end every receiver parameter is compared with the trainer's, bit
     for bit; the exit code is 1 if one differs.
     """
+    # Before torch loads OpenMP, and inherited by every child: trainer, receivers and workers share few cores here, and
+    # threads that spin while they wait would take them from each other.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
     from app.demo.run import DemoOptions, run_demo
 
     options = DemoOptions(
