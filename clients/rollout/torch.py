@@ -121,7 +121,9 @@ class ModuleWeights:
             raise InvalidInput(f"the model has no tensor called {sorted(unknown)[0]!r}.")
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return {n: t for n, t in _named_tensors(self._model).items() if n not in self._ignore}
+        # A tensor without elements has no bits, so no version carries it.
+        named = _named_tensors(self._model).items()
+        return {n: t for n, t in named if n not in self._ignore and t.numel()}
 
     def places(self) -> tuple[object, ...]:
         return tuple((n, t.data_ptr(), t.dtype, *t.shape, *t.stride()) for n, t in self._tensors().items())

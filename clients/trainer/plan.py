@@ -183,7 +183,8 @@ class Planner:
         _check_duplicates(self.plan.shards)
         _check_storage(self.plan.shards)
         declared = {id(s.theta) for s in self.plan.shards}
-        extra = sum(1 for key in self._owner if key not in declared)
+        trained = [p for o in self.optimizers for g in o.param_groups for p in g["params"]]
+        extra = sum(1 for p in trained if id(p) not in declared and p.numel())
         if extra:
             log.warning("%d parameters of the optimizer belong to no declared tensor and are not published", extra)
         for alias, owner in self.plan.aliases.items():
