@@ -44,6 +44,12 @@ class LaunchEnded(StateConflict):
     code = "launch-ended"
 
 
+class EpochNotOpen(StateConflict):
+    """The rank is known, but its epoch is not open (again) yet. Ask again soon."""
+
+    code = "epoch-not-open"
+
+
 class RankState:
     """Used on the event loop only."""
 

@@ -19,12 +19,12 @@ from app.publisher.accounting import count_read
 from app.publisher.checks import check_handles, check_hypers
 from app.publisher.flights import Flights
 from app.publisher.jobs import JobBook, register_job_id, sync_job_id
-from app.publisher.rank_state import LaunchEnded, RankState, Revoked
+from app.publisher.rank_state import EpochNotOpen, LaunchEnded, RankState, Revoked
 from app.publisher.registering import Registrar
 from app.publisher.worker_handle import WorkerDied
 from app.roles.base import Node
 from app.worker import protocol as p
-from app.worker.protocol import SpoolFull
+from app.worker.protocol import BaseMoved, SpoolFull
 from app.worker.source import check_slice
 from app.worker.spool import RankSpool
 from clients.protocol import Cut, Job, JobState, RankRegistration, SyncRequest
@@ -177,7 +177,7 @@ class RankSession:
         if self.state.ended is not None:
             raise self.state.ended
         if self.state.epoch is None:
-            raise StateConflict("the epoch of this launch is not open yet.", remedy="Wait for the registration's job.")
+            raise EpochNotOpen("the epoch of this launch is not open yet.", remedy="Wait for the registration's job.")
         if not self._ready:
             raise HttpProblem(503, "starting", "the rank's worker is starting.", remedy="Try again in a moment.")
         return self.state.epoch
@@ -288,10 +288,8 @@ class RankSession:
     async def _read(self, waiting: _Waiting) -> None:
         state, job_id, sync = self.state, waiting.job_id, waiting.sync
         state.update(job_id, JobState.READING)
-        head = state.chain.head
-        request = p.Read(sync=sync, base=None if head is None else head.version)
         try:
-            done = await state.link.call(request, p.ReadDone)
+            done = await self._read_on_head(sync)
         except DteError as error:
             await state.release(sync.hold)
             if isinstance(error, SpoolFull):
@@ -318,6 +316,21 @@ class RankSession:
         else:
             self._flights.deliver(job_id, done.published, timings)
             await state.save()
+
+    async def _read_on_head(self, sync: SyncRequest) -> p.ReadDone:
+        def request() -> p.Read:
+            head = self.state.chain.head
+            return p.Read(sync=sync, base=None if head is None else head.version)
+
+        try:
+            return await self.state.link.call(request(), p.ReadDone)
+        except BaseMoved:
+            # A part of an earlier life of this rank, which no spool remembers, was committed after all.
+            self.state.node.degraded.count(
+                "spool-lost", detail=f"{self.state.name} starts over from the newest version"
+            )
+            await self.state.rebase()
+            return await self.state.link.call(request(), p.ReadDone)
 
     async def _cannot_deliver(self, waiting: _Waiting, state: JobState, error: DteError, reason: str) -> None:
         log.error("%s: step %d: %s", self.state.name, waiting.sync.step, error)

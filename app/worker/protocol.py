@@ -28,6 +28,12 @@ class SpoolLost(DteError):
     code = "spool-lost"
 
 
+class BaseMoved(StateConflict):
+    """The chain's head is not the version that the ledger starts from."""
+
+    code = "base-moved"
+
+
 class WorkerFailed(DteError):
     """An error nobody foresaw in the worker. The request had no effect."""
 
@@ -184,6 +190,7 @@ Request = Annotated[
 _ERRORS: dict[str, type[DteError]] = {
     e.code: e
     for e in (
+        BaseMoved,
         CodecError,
         InvalidInput,
         LayoutError,

@@ -212,7 +212,7 @@ class RankWorker:
             if known.in_flight is not None:
                 raise StateConflict(f"version {known.in_flight.version} of this rank is not decided yet.")
             if known.base != request.base:
-                raise StateConflict(f"this rank's base is version {known.base}, the chain's head {request.base}.")
+                raise p.BaseMoved(f"this rank's base is version {known.base}, the chain's head {request.base}.")
         if not control.intact(sync.generation, sync.hold):
             return p.ReadDone(revoked=True)
         self._steps.move(sync)

@@ -48,10 +48,13 @@ def write_atomic(path: Path, data: bytes) -> None:
     """Replace `path` by `data`, durably: a reader sees the old bytes or the new ones. SpoolFull if there is no room."""
     part = path.with_name(path.name + ".part")
     try:
-        with full_as_error(path.name), part.open("wb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
+        with full_as_error(path.name):
+            # Somebody may have deleted the directory under a running daemon, which then goes on from its memory.
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with part.open("wb") as f:
+                f.write(data)
+                f.flush()
+                os.fsync(f.fileno())
     except BaseException:
         part.unlink(missing_ok=True)
         raise

@@ -12,7 +12,8 @@ source.sync(step)
 from __future__ import annotations
 
 from clients.trainer.daemon import SyncHandle
+from clients.trainer.live import SourceStats
 from clients.trainer.plan import OwnedSlice
-from clients.trainer.source import SourceStats, TorchSource
+from clients.trainer.source import TorchSource
 
 __all__ = ["OwnedSlice", "SourceStats", "SyncHandle", "TorchSource"]

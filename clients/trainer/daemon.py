@@ -23,7 +23,7 @@ _LONG_POLL_S: Final = 10.0
 def is_down(error: Exception) -> bool:
     """Whether an error means "the daemon cannot work now" rather than "it refuses this"."""
     if isinstance(error, ApiError):
-        return error.status >= 500 or error.status == 429
+        return error.status >= 500 or error.status == 429 or error.problem_code == "epoch-not-open"
     return isinstance(error, DaemonUnavailable)
 
 

@@ -10,19 +10,19 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeVar
 
 import httpx
 import torch
 
-from clients.errors import ApiError, ClientError, DaemonUnavailable
-from clients.protocol import Detector, FormulaSpec, JobState, RankRegistration, SyncRequest
+from clients.errors import ApiError, ClientError, DaemonUnavailable, NotFound
+from clients.protocol import Cut, Detector, JobState, SyncRequest
 from clients.trainer.binding import Binding
 from clients.trainer.daemon import Daemon, SyncHandle, is_down
 from clients.trainer.gate import Gate
 from clients.trainer.group import Agree, default_agree, new_launch, rank_and_world
+from clients.trainer.live import Live, SourceStats
 from clients.trainer.plan import Names, OwnedSlice, Plan, Planner
 from clients.trainer.watch import Watch
 from engine.errors import DteError, InvalidInput, StateConflict
@@ -33,40 +33,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _RETRY_S: Final = 0.5
-
-
-@dataclass(frozen=True)
-class SourceStats:
-    """What happened to training because of us.
-
-    `hold_ms` is how long mutations waited for reads in all, `last_hold_ms` the latest one; `revoked` how many reads
-    were taken back, `down` how many syncs found no daemon, `moved` how many tensors were moved in again,
-    `shared_bytes` the shared memory in use.
-    """
-
-    syncs: int
-    down: int
-    hold_ms: float
-    last_hold_ms: float
-    revoked: int
-    moved: int
-    shared_bytes: int
-
-
-@dataclass(frozen=True)
-class _Live:
-    """What exists between `register` and `close`."""
-
-    launch: str
-    plan: Plan
-    binding: Binding
-    gate: Gate
-    watch: Watch
-
-    def drop(self) -> None:
-        self.watch.remove()
-        self.binding.close()
-        self.gate.close()
 
 
 class TorchSource:
@@ -126,7 +92,7 @@ class TorchSource:
         self._hold_timeout_s = hold_timeout_s
         self._register_timeout_s = register_timeout_s
         self._daemon = Daemon(daemon, token, transport)
-        self._live: _Live | None = None
+        self._live: Live | None = None
         self._missed: SyncRequest | None = None
         self._last: tuple[SyncRequest, SyncHandle] | None = None
         self._syncs = 0
@@ -169,22 +135,12 @@ class TorchSource:
         live = self._move_in(self.launch, self._make_plan())
         try:
             live.watch.install()
-            body = RankRegistration(
-                run=self.run,
-                launch=self.launch,
-                rank=self.rank,
-                world=self.world,
-                step=step,
-                control=live.gate.control.name,
-                hold=live.gate.take(),
-                generation=live.gate.control.generation,
-                tensors=list({s.meta.name: s.meta for s in live.plan.shards}.values()),
-                groups=[FormulaSpec(name=f) for f in live.plan.formulas],
-                slices=live.binding.specs(),
-            )
+            body = live.registration(self.run, self.rank, self.world, step)
             job = self._until_up(lambda: self._daemon.register(body), "register")
             live.gate.posted(job.id)
-            self.epoch = self._daemon.wait_job(job.id, self._register_timeout_s, opened=True).epoch
+            self.epoch = self._until_up(
+                lambda: self._daemon.wait_job(job.id, self._register_timeout_s, opened=True), "finish registering"
+            ).epoch
         except BaseException:
             live.gate.revoke("the registration failed")
             with live.gate.control.mutating():
@@ -253,7 +209,7 @@ class TorchSource:
             live.watch.hypers()
             self._report_last()
             if publish:
-                up, mine = self._cut()
+                up, mine = self._cut(live, step)
         except DteError as e:
             problem = e
         # Every rank makes this call, whatever happened to it: the others are waiting in it.
@@ -282,12 +238,12 @@ class TorchSource:
 
     # --- sync, in pieces ---------------------------------------------------------------------------------------------
 
-    def _cut(self) -> tuple[bool, int]:
+    def _cut(self, live: Live, step: int) -> tuple[bool, int]:
         """(daemon is up, the version number this rank's daemon would publish next or -1)."""
         try:
             if self._missed is not None:
                 self._confess(self._missed)
-            cut = self._until_up(lambda: self._daemon.cut(self.run, self.rank), "ask for the next version")
+            cut = self._ask(live, step)
         except ClientError as e:
             if not is_down(e):
                 raise
@@ -299,6 +255,33 @@ class TorchSource:
                 remedy="Stop it: a newer launch of the run has taken over.",
             )
         return True, -1 if cut.version is None else cut.version
+
+    def _ask(self, live: Live, step: int) -> Cut:
+        def ask() -> Cut:
+            return self._until_up(lambda: self._daemon.cut(self.run, self.rank), "ask for the next version")
+
+        try:
+            return ask()
+        except NotFound as e:
+            self._rejoin(live, step, e)
+        return ask()
+
+    def _rejoin(self, live: Live, step: int, why: NotFound) -> None:
+        """Register again under the same launch at a daemon that has lost its spool; raises `why` if it is not that.
+
+        The epoch goes on. What the daemon had read is lost, so the next version carries this rank's tiles whole.
+        """
+        if why.problem_code != "unknown-rank":
+            raise why
+        log.warning("run %s: the daemon has lost rank %d; registering it again.", self.run, self.rank)
+        body = live.registration(self.run, self.rank, self.world, step)
+        try:
+            job = self._until_up(lambda: self._daemon.register(body), "register again")
+        except DteError:
+            live.gate.revoke("the registration could not be posted")
+            raise
+        live.gate.posted(job.id)
+        live.watch.told()
 
     def _confess(self, missed: SyncRequest) -> None:
         """Post, late and with its hold revoked, a version whose parts other ranks' daemons hold already.
@@ -313,11 +296,14 @@ class TorchSource:
             log.warning("run %s: version %s of step %d: %s", self.run, missed.version, missed.step, e)
         self._missed = None
 
-    def _post(self, live: _Live, request: SyncRequest) -> SyncHandle:
+    def _post(self, live: Live, request: SyncRequest) -> SyncHandle:
         try:
             job = self._until_up(lambda: self._daemon.sync(request), "sync")
         except DteError as e:
             live.gate.revoke("the sync could not be posted")
+            if isinstance(e, NotFound):
+                self._rejoin(live, request.step, e)
+                return self._without_daemon(request.step, None)
             if not is_down(e):
                 raise
             log.warning("run %s: %s Training goes on; the next sync carries this step too.", self.run, e)
@@ -382,7 +368,7 @@ class TorchSource:
             planner.add_slice(part)
         return planner.finish()
 
-    def _move_in(self, launch: str, plan: Plan) -> _Live:
+    def _move_in(self, launch: str, plan: Plan) -> Live:
         gate = Gate(ControlBlock.create(control_name(self.run, launch, self.rank)), self._daemon, self._hold_timeout_s)
         binding = Binding(plan, self._optimizers, self._model)
         try:
@@ -391,9 +377,9 @@ class TorchSource:
         except BaseException:
             gate.close()
             raise
-        return _Live(launch, plan, binding, gate, Watch(plan, self._optimizers, self._model, binding, gate))
+        return Live(launch, plan, binding, gate, Watch(plan, self._optimizers, self._model, binding, gate))
 
-    def _registered(self) -> _Live:
+    def _registered(self) -> Live:
         if self._live is None:
             raise StateConflict("this source is not registered.", remedy="Call register() first.")
         return self._live
