@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.problems import HttpProblem, response
+from app.problems import HttpProblem, PassedProblem, response
 
 STORE_PREFIX = "/store"
 MAX_DRAIN_BYTES = 64 << 20
@@ -89,8 +88,7 @@ class BodyLimit:
             message = await receive()
             seen += len(message.get("body", b""))
             if seen > self._max:
-                # The framework passes this class through its body parsing; another one would become a 400.
-                raise HTTPException(413, self._problem().message)
+                raise PassedProblem(self._problem())
             return message
 
         await self.app(scope, limited, send)

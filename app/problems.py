@@ -52,6 +52,17 @@ STATUS: dict[type[DteError], HTTPStatus] = {
     ObjectCorrupt: HTTPStatus.UNPROCESSABLE_ENTITY,
 }
 
+STATUS_OF_CODE: dict[str, HTTPStatus] = {
+    "revoked": HTTPStatus.CONFLICT,
+    "hold-timeout": HTTPStatus.CONFLICT,
+    "shared-memory": HTTPStatus.UNPROCESSABLE_ENTITY,
+    "shared-memory-full": HTTPStatus.INSUFFICIENT_STORAGE,
+    "shared-memory-invalid": HTTPStatus.UNPROCESSABLE_ENTITY,
+    "spool-full": HTTPStatus.INSUFFICIENT_STORAGE,
+    "worker-died": HTTPStatus.SERVICE_UNAVAILABLE,
+}
+"""The same for classes of modules that not every daemon loads (they pull in torch), by their code."""
+
 _REMEDY: dict[int, str] = {
     401: "Send `Authorization: Bearer <token>` with the daemon's token (DTE_TOKEN).",
     404: "Check the path; GET /openapi.json lists all calls.",
@@ -77,6 +88,14 @@ class HttpProblem(DteError):
         self.headers = dict(headers or {})
 
 
+class PassedProblem(HTTPException):
+    """A problem found while the framework parses a body: it lets this class through, and makes a 400 of any other."""
+
+    def __init__(self, problem: HttpProblem) -> None:
+        super().__init__(problem.status, problem.message)
+        self.problem = problem
+
+
 def problem_responses(descriptions: Mapping[int, str]) -> dict[int | str, dict[str, Any]]:
     """OpenAPI entries for statuses answered with a problem document."""
     content = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
@@ -87,7 +106,13 @@ def status_of(error: DteError) -> int:
     """The HTTP status of an error: its own, or that of its nearest class in STATUS."""
     if isinstance(error, HttpProblem):
         return error.status
-    return int(next(STATUS[c] for c in type(error).__mro__ if c in STATUS))
+    return status_of_class(type(error))
+
+
+def status_of_class(kind: type[DteError]) -> int:
+    """The HTTP status of an error class: that of its own code, or of its nearest class in STATUS."""
+    known = STATUS_OF_CODE.get(kind.code)
+    return int(known if known is not None else next(STATUS[c] for c in kind.__mro__ if c in STATUS))
 
 
 def problem(error: DteError) -> Problem:
@@ -108,7 +133,9 @@ def response(error: DteError) -> JSONResponse:
     status = status_of(error)
     if status == HTTPStatus.SERVICE_UNAVAILABLE:
         headers.setdefault("Retry-After", "1")
-    if status >= 500:
+    # "Not now" of the daemon's own is a state that whoever probes hears as often as it asks; its changes are logged.
+    not_now = isinstance(error, HttpProblem) and status == HTTPStatus.SERVICE_UNAVAILABLE
+    if status >= 500 and not not_now:
         log.warning("answered %d: %s", status, error)
     return _render(problem(error), headers)
 
@@ -126,6 +153,8 @@ async def _on_dte_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
+    if isinstance(error, PassedProblem):
+        return response(error.problem)
     phrase = HTTPStatus(error.status_code).phrase
     detail = error.detail if isinstance(error.detail, str) and error.detail != phrase else ""
     return _render(

@@ -26,7 +26,7 @@ from prometheus_client import Counter
 from app.cli.root import app as cli
 from app.events import DROPPED
 from app.metrics import Metrics
-from app.problems import STATUS
+from app.problems import STATUS, STATUS_OF_CODE, status_of_class
 from app.settings import ROLES, Settings
 from engine.errors import DteError
 
@@ -302,11 +302,11 @@ def in_jobs() -> dict[str, str]:
     import app.roles.subscriber  # noqa: F401
 
     rooms = ("app.publisher", "app.subscriber", "app.worker", "transports.", "engine.errors")
-    return {
-        cls.code: str(int(next(STATUS[c] for c in cls.__mro__ if c in STATUS)))
-        for cls in subclasses(DteError)
-        if cls.__module__.startswith(rooms)
-    }
+    return {cls.code: str(status_of_class(cls)) for cls in subclasses(DteError) if cls.__module__.startswith(rooms)}
+
+
+def test_statuses_given_by_code_are_of_codes_that_exist() -> None:
+    assert set(STATUS_OF_CODE) <= set(in_jobs())
 
 
 def test_codes_of_jobs_and_receivers_are_all_listed() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from fastapi import APIRouter, Response
 from pydantic import BaseModel
 
 from app.roles.base import Node, Role
+
+log = logging.getLogger(__name__)
 
 
 class Health(BaseModel):
@@ -26,6 +29,7 @@ class Readiness(BaseModel):
 def router(node: Node, roles: Sequence[Role]) -> APIRouter:
     """Routes `/healthz`, `/readyz` and `/metrics`."""
     api = APIRouter(tags=["operations"])
+    said: dict[str, str | None] = {}
 
     @api.get("/healthz")
     async def healthz() -> Health:
@@ -37,6 +41,7 @@ def router(node: Node, roles: Sequence[Role]) -> APIRouter:
         """Can every role of this daemon serve?"""
         reasons = {role.name: role.unready() for role in roles}
         ready = all(reason is None for reason in reasons.values())
+        _log_changes(said, reasons)
         if not ready:
             response.status_code = 503
         return Readiness(ready=ready, roles=reasons)
@@ -47,3 +52,11 @@ def router(node: Node, roles: Sequence[Role]) -> APIRouter:
         return Response(node.metrics.render(), headers={"Content-Type": node.metrics.content_type})
 
     return api
+
+
+def _log_changes(said: dict[str, str | None], reasons: dict[str, str | None]) -> None:
+    """Probes come every few seconds for as long as a daemon lives: say only what is new since the last one."""
+    for role, reason in reasons.items():
+        if said.get(role, "") != reason:
+            log.info("role %s is %s", role, "ready" if reason is None else f"not ready: {reason}")
+            said[role] = reason

@@ -37,6 +37,7 @@ class Standing:
         self.last_error = ""
         self.last_install_ms: dict[str, float] = {}
         self.proof_failed = False
+        self._said_ready = False
 
     @property
     def name(self) -> str:
@@ -78,6 +79,9 @@ class Standing:
             return
         self.state, self.last_error = state, message
         self._metrics.receiver_lag.labels(self.name).set(self.lag() or 0)
+        if self.ready != self._said_ready:
+            self._said_ready = self.ready
+            log.info("receiver %s is %s (%s)", self.name, "ready" if self.ready else "not ready", state.value)
         data: dict[str, object] = {"receiver": self.name, "state": state.value, "version": self.installed}
         if error is not None:
             data["error"] = message

@@ -164,6 +164,9 @@ async def test_a_body_of_unknown_length_is_cut_at_the_limit(path: str) -> None:
         response = await client.post(path, content=pieces(1100), headers=headers)
         assert response.status_code == 413
         assert response.headers["content-type"] == "application/problem+json"
+        declared = await client.post(path, content=b"x" * 1100, headers=headers)
+        assert response.json() == declared.json(), "the same problem, however it was noticed"
+        assert response.json()["type"] == "urn:dte:problem:body-too-large"
         assert (await client.post("/raw", content=pieces(1000))).json() == 1000
 
 

@@ -14,8 +14,12 @@ from starlette.responses import StreamingResponse
 from app import problems
 from app.degraded import Degraded
 from app.metrics import Metrics
+from app.publisher.rank_state import Revoked
+from app.publisher.worker_handle import WorkerDied
+from app.worker.protocol import SpoolFull
 from engine import errors
 from transports import errors as store_errors
+from transports.memory.shm import SharedMemoryFull, SharedMemoryInvalid
 
 
 class Body(BaseModel):
@@ -65,6 +69,11 @@ def app_raising(error: Exception) -> FastAPI:
         (store_errors.ObjectCorrupt("m", remedy="r"), 422, "object-corrupt"),
         (problems.HttpProblem(418, "teapot", "m", remedy="r"), 418, "teapot"),
         (errors.DteError("m", remedy="r"), 500, "error"),
+        (SpoolFull("m", remedy="r"), 507, "spool-full"),
+        (Revoked("m", remedy="r"), 409, "revoked"),
+        (WorkerDied("m", remedy="r"), 503, "worker-died"),
+        (SharedMemoryInvalid("m", remedy="r"), 422, "shared-memory-invalid"),
+        (SharedMemoryFull("m", remedy="r"), 507, "shared-memory-full"),
     ],
 )
 def test_each_error_class_has_its_status_and_type(error: errors.DteError, status: int, code: str) -> None:
@@ -76,6 +85,15 @@ def test_each_error_class_has_its_status_and_type(error: errors.DteError, status
     assert (document["status"], document["detail"], document["remedy"]) == (status, "m", "r")
     assert document["title"]
     assert ("retry-after" in response.headers) == (status == 503)
+
+
+def test_states_asked_for_again_and_again_are_not_logged_each_time(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "app"):
+        for _ in range(3):
+            problems.response(problems.HttpProblem(503, "receiver-not-ready", "it is behind"))
+        assert not caplog.records
+        problems.response(store_errors.StoreUnavailable("the store is away"))
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
 
 
 def test_a_subclass_nobody_listed_has_its_parents_status() -> None:
