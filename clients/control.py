@@ -42,8 +42,8 @@ _RECEIVERS: Final = TypeAdapter(list[ReceiverInfo])
 # --- calls, shared by both twins --------------------------------------------------------------------------------------
 
 
-def _versions(run: str | None) -> Call[Versions]:
-    return Call("GET", "/versions", one(Versions), _run(run))
+def _versions(run: str | None, limit: int | None) -> Call[Versions]:
+    return Call("GET", "/versions", one(Versions), _run(run) | ({} if limit is None else {"limit": str(limit)}))
 
 
 def _version(number: int, run: str | None) -> Call[VersionInfo]:
@@ -139,9 +139,9 @@ class ControlClient:
         self.run = run
         self._sender = Sender(url, token=token, options=options, transport=transport)
 
-    def versions(self) -> Versions:
-        """The whole chain, newest last."""
-        return self._sender.send(_versions(self.run))
+    def versions(self, *, limit: int | None = None) -> Versions:
+        """The newest `limit` versions (1 to 1000, left out: 100), newest last."""
+        return self._sender.send(_versions(self.run, limit))
 
     def version(self, number: int) -> VersionInfo:
         """One committed version; NotFound if there is none of that number."""
@@ -238,9 +238,9 @@ class AsyncControlClient:
         self.run = run
         self._sender = AsyncSender(url, token=token, options=options, transport=transport)
 
-    async def versions(self) -> Versions:
+    async def versions(self, *, limit: int | None = None) -> Versions:
         """As `ControlClient.versions`."""
-        return await self._sender.send(_versions(self.run))
+        return await self._sender.send(_versions(self.run, limit))
 
     async def version(self, number: int) -> VersionInfo:
         """As `ControlClient.version`."""

@@ -7,37 +7,88 @@ commit decision stands for.
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query
 from fastapi.responses import Response
 
+from app.aio import gather_bounded
 from app.chain import Chain
 from app.problems import HttpProblem
 from app.roles.base import Node
 from clients.protocol import VersionInfo, Versions
-from engine.records import CommitDecision, PartRecord
+from engine.errors import CodecError
+from engine.records import CommitDecision
+from transports.errors import StoreError
+
+log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 60.0
 POLL_END_S = 1.0
 """How often a long poll looks whether the daemon is shutting down."""
 ANCHOR_AGE_S = 5.0
+PARTS_READ = 256
+"""Parts that one list of versions may read from the store."""
+TOLD_CACHE = 1000
 RunQuery = Annotated[str | None, Query(description="The run; the daemon's default if left out.")]
 VersionPath = Annotated[int, Path(ge=0, le=2**63 - 1)]
 
 
-def version_info(
-    decision: CommitDecision, sha256: str, *, anchor: bool, parts: list[PartRecord] | None = None
-) -> VersionInfo:
-    """What the API says about a commit. With its parts: timings (the slowest writer's) and counters (summed)."""
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the parts of a version tell beyond its decision: stage timings (the slowest writer's), counters (summed)."""
+
+    timings_ms: dict[str, float] = field(default_factory=dict)
+    detail: dict[str, int] = field(default_factory=dict)
+
+
+class PartsTold:
+    """What parts tell, of the versions somebody asked for. Bounded: parts are immutable, so it is a cache."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[str, int], Told] = OrderedDict()
+
+    async def of(self, chain: Chain, decision: CommitDecision) -> Told:
+        """What the parts of `decision` tell. StoreError or CodecError if one cannot be read."""
+        at = (chain.run, decision.version)
+        told = self._known.get(at)
+        if told is None:
+            told = Told()
+            for part in await gather_bounded(chain.part, decision.parts):
+                for stage, took_ms in part.timings_ms.items():
+                    told.timings_ms[stage] = max(took_ms, told.timings_ms.get(stage, 0.0))
+                for name, count in part.detail.items():
+                    told.detail[name] = told.detail.get(name, 0) + count
+            self._known[at] = told
+            while len(self._known) > TOLD_CACHE:
+                self._known.popitem(last=False)
+        return told
+
+    async def newest(self, chain: Chain, decisions: Sequence[CommitDecision]) -> dict[int, Told]:
+        """The same of several, the newest first, until PARTS_READ parts had to be read. What cannot be read is left
+        out: a list of versions must not fail for one damaged part."""
+        found: dict[int, Told] = {}
+        left = PARTS_READ
+        for decision in reversed(decisions):
+            if (chain.run, decision.version) not in self._known:
+                left -= len(decision.parts)
+                if left < 0:
+                    break
+            try:
+                found[decision.version] = await self.of(chain, decision)
+            except (StoreError, CodecError) as error:
+                log.info("run %s: no timings of version %d: %s", chain.run, decision.version, error)
+        return found
+
+
+def version_info(decision: CommitDecision, sha256: str, *, anchor: bool, told: Told | None = None) -> VersionInfo:
+    """What the API says about a commit."""
     totals = decision.totals
-    timings_ms: dict[str, float] = {}
-    detail: dict[str, int] = {}
-    for part in parts or ():
-        for stage, took_ms in part.timings_ms.items():
-            timings_ms[stage] = max(took_ms, timings_ms.get(stage, 0.0))
-        for name, count in part.detail.items():
-            detail[name] = detail.get(name, 0) + count
+    told = told or Told()
     return VersionInfo(
         run=decision.run,
         version=decision.version,
@@ -48,47 +99,49 @@ def version_info(
         anchor=anchor,
         elements=totals.elements,
         changed=totals.changed,
-        changed_fraction=totals.changed / totals.elements if totals.elements else 0.0,
+        changed_fraction=totals.changed_fraction,
         dense_tiles=totals.dense_tiles,
         bytes=totals.bytes,
         bits_per_entry=8 * totals.bytes / totals.changed if totals.changed and not totals.dense_tiles else None,
         created_ms=decision.created_ms,
-        timings_ms=timings_ms,
-        detail=detail,
+        timings_ms=told.timings_ms,
+        detail=told.detail,
         writers=len(decision.parts),
         decision_sha256=sha256,
     )
 
 
-async def describe(chain: Chain, decision: CommitDecision) -> VersionInfo:
-    """A commit with all that its parts tell."""
-    parts = [await chain.part(ref) for ref in decision.parts]
-    anchors = await chain.anchor_versions(max_age_s=ANCHOR_AGE_S)
-    sha256 = chain.decision_sha256(decision.version)
-    return version_info(decision, sha256, anchor=decision.version in anchors, parts=parts)
-
-
 def router(node: Node) -> APIRouter:
     """The routes under `/versions`; any daemon serves them, whatever its roles."""
     api = APIRouter(tags=["versions"])
+    parts = PartsTold()
+
+    async def describe(chain: Chain, decision: CommitDecision) -> VersionInfo:
+        anchors = await chain.anchor_versions(max_age_s=ANCHOR_AGE_S)
+        sha256 = chain.decision_sha256(decision.version)
+        told = await parts.of(chain, decision)
+        return version_info(decision, sha256, anchor=decision.version in anchors, told=told)
 
     @api.get("/versions")
     async def versions(
         run: RunQuery = None,
         limit: Annotated[int, Query(ge=1, le=1000, description="At most so many, the newest.")] = 100,
     ) -> Versions:
-        """The run's committed versions, newest last. Stage timings are given by `/versions/{version}`."""
+        """The run's committed versions, newest last. `timings_ms` and `detail` are those of `/versions/{version}`; for
+        older versions of a run with many writers they may be left empty here."""
         chain = node.chains.get(node.chains.resolve(run))
         await chain.refresh()
         anchors = await chain.anchor_versions(max_age_s=ANCHOR_AGE_S)
+        listed = chain.commits()[-limit:]
+        told = await parts.newest(chain, listed)
         return Versions(
             run=chain.run,
             head=None if chain.head is None else chain.head.version,
             next=chain.next_version,
             epoch=chain.epoch,
             versions=[
-                version_info(d, chain.decision_sha256(d.version), anchor=d.version in anchors)
-                for d in chain.commits()[-limit:]
+                version_info(d, chain.decision_sha256(d.version), anchor=d.version in anchors, told=told.get(d.version))
+                for d in listed
             ],
             degraded=node.degraded.snapshot(),
         )

@@ -41,7 +41,7 @@ def show_status(url: str, token: str | None, run: str | None, *, as_json: bool) 
     with ControlClient(url, run=run, token=token) as control:
         # A daemon without the role, or without a run, answers with a problem: that is a note, not a failure.
         try:
-            versions = control.versions()
+            versions = control.versions(limit=1)
         except ApiError as e:
             notes.append(f"versions: {e.message}")
         try:
@@ -96,7 +96,7 @@ def _summary(versions: Versions) -> dict[str, Any]:
 def show_versions(url: str, token: str | None, run: str | None, *, last: int, as_json: bool) -> None:
     """Print the newest `last` versions."""
     with ControlClient(url, run=run, token=token) as control:
-        answer = control.versions()
+        answer = control.versions(limit=min(last, 1000))
     shown = answer.versions[-last:]
     if as_json:
         print_json({**_summary(answer), "versions": [v.model_dump(mode="json") for v in shown]})

@@ -78,6 +78,54 @@ async def test_one_version_carries_its_parts_timings(http, node):
     assert info.decision_sha256 == c.chain.decision_sha256(1)
 
 
+async def test_the_list_has_the_timings_of_its_versions_and_reads_each_part_once(http, node):
+    c = Committer(node.chains.get(RUN))
+    await first(c)
+    for number in (1, 2):
+        for ref in c.chain.head.parts:
+            record = await c.chain.part(ref)
+            new = {"version": number, "base": number - 1, "timings_ms": {"detect": 10.0 * number + ref.writer}}
+            await c.put_part(record.model_copy(update=new))
+        assert await c.try_commit(number)
+    node.chains.get(RUN)._parts.clear()
+    read: list[str] = []
+    get = node.store.get
+
+    async def counted(key: str, *, max_bytes: int) -> bytes:
+        read.extend([key] if "/parts/" in key else [])
+        return await get(key, max_bytes=max_bytes)
+
+    node.store.get = counted
+    for _ in range(2):
+        found = Versions.model_validate_json((await http.get("/versions")).content)
+        assert [v.timings_ms for v in found.versions] == [{}, {"detect": 11.0}, {"detect": 21.0}]
+    assert len(read) == 6
+
+
+async def test_a_list_reads_a_bounded_number_of_parts_the_newest_versions_first(http, node, monkeypatch):
+    c = Committer(node.chains.get(RUN))
+    await first(c)
+    for ref in c.chain.head.parts:
+        record = await c.chain.part(ref)
+        await c.put_part(record.model_copy(update={"version": 1, "base": 0, "timings_ms": {"detect": 1.0}}))
+    assert await c.try_commit(1)
+    monkeypatch.setattr(versions_api, "PARTS_READ", 1)
+    found = Versions.model_validate_json((await http.get("/versions")).content)
+    assert [v.timings_ms for v in found.versions] == [{}, {}]
+    monkeypatch.setattr(versions_api, "PARTS_READ", 2)
+    found = Versions.model_validate_json((await http.get("/versions")).content)
+    assert [v.timings_ms for v in found.versions] == [{}, {"detect": 1.0}]
+
+
+async def test_a_damaged_part_costs_the_list_its_timings_only(http, node):
+    c = Committer(node.chains.get(RUN))
+    await first(c)
+    await node.store.put(c.chain.head.parts[0].key, b"{")
+    node.chains.get(RUN)._parts.clear()
+    found = Versions.model_validate_json((await http.get("/versions")).content)
+    assert [v.timings_ms for v in found.versions] == [{}]
+
+
 async def test_numbers_that_are_no_versions_say_why(http, node):
     c = Committer(node.chains.get(RUN))
     await first(c)
