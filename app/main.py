@@ -20,7 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app import problems
+from app import locks, problems
 from app.api import events as events_api
 from app.api import health as health_api
 from app.api import versions as versions_api
@@ -156,6 +156,7 @@ def lifespan_of(node: Node, roles: Sequence[Role]) -> Callable[[FastAPI], Abstra
             stack.push_async_callback(node.store.aclose)
             stack.callback(node.events.close)
             try:
+                _lock_data_dir(stack, node.settings)
                 for role in roles:
                     # Pushed first: a role whose start fails half-way still owes a stop to what it started.
                     stack.push_async_callback(_stop, role.name, role.stop)
@@ -168,6 +169,22 @@ def lifespan_of(node: Node, roles: Sequence[Role]) -> Callable[[FastAPI], Abstra
             yield
 
     return lifespan
+
+
+def _lock_data_dir(stack: AsyncExitStack, settings: Settings) -> None:
+    where = settings.data_dir
+    try:
+        stack.enter_context(locks.held(where, settings.ordered_roles))
+    except locks.Taken as taken:
+        raise StartError(
+            f"another daemon (process {taken.pid or '?'}) has the role {taken.role} on the data directory {where}.",
+            remedy="Stop it, or give this daemon a data_dir of its own (DTE_DATA_DIR), or other roles.",
+        ) from None
+    except OSError as error:
+        raise StartError(
+            f"the data directory {where} cannot be used: {error.strerror}.",
+            remedy="Set DTE_DATA_DIR to a directory this user may write to.",
+        ) from error
 
 
 async def _stop(name: str, stop: Callable[[], Awaitable[None]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import socket
@@ -23,7 +24,7 @@ from app.api import events as events_api
 from app.api import health
 from app.chains import MAX_RUNS, Chains
 from app.events import EventBus
-from app.main import create_app, lifespan_of
+from app.main import StartError, create_app, lifespan_of
 from app.openapi import export
 from app.roles.base import Node, Role
 from app.settings import Settings
@@ -127,6 +128,38 @@ def test_readiness_names_the_role_and_its_reason(node: Node) -> None:
         assert response.status_code == 503
         assert response.json() == {"ready": False, "roles": {"a": None, "b": "worker 0 is down"}}
         assert client.get("/healthz").status_code == 200
+
+
+def test_only_a_change_of_readiness_is_logged(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    role = Probe(node, "a", [])
+    with TestClient(app_of(node, [role])) as client, caplog.at_level(logging.INFO, "app.api.health"):
+        for role.reason in (None, None, "worker 0 is down", "worker 0 is down", None):
+            client.get("/readyz")
+    assert [r.message for r in caplog.records if r.name == "app.api.health"] == [
+        "role a is ready",
+        "role a is not ready: worker 0 is down",
+        "role a is ready",
+    ]
+
+
+def test_a_data_dir_has_one_daemon_a_role(settings: Settings) -> None:
+    with TestClient(create_app(settings)):
+        with pytest.raises(StartError, match="has the role store") as refused, TestClient(create_app(settings)):
+            pass
+        assert refused.value.remedy
+        assert str(os.getpid()) in refused.value.message
+        other = settings.model_copy(update={"roles": frozenset({"coordinator"})})
+        with TestClient(create_app(other)) as client:
+            assert client.get("/healthz").status_code == 200
+    with TestClient(create_app(settings)) as client:
+        assert client.get("/readyz").status_code == 200
+
+
+def test_a_data_dir_that_cannot_be_used_is_a_clear_error(settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    app = create_app(settings.model_copy(update={"data_dir": tmp_path / "file" / "data"}))
+    with pytest.raises(StartError, match="cannot be used"), TestClient(app):
+        pass
 
 
 def test_metrics_name_routes_by_template_never_by_path(settings: Settings) -> None:
