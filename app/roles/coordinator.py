@@ -78,6 +78,12 @@ class RunWatcher:
                 self.trouble = error.message
                 # An unreachable store may come back soon; a corrupt object needs somebody to act.
                 delay_s = min(2 * delay_s, MAX_BACKOFF_S) if isinstance(error, StoreError) else MAX_BACKOFF_S
+            except Exception as error:
+                if self.trouble is None:
+                    log.exception("run %s cannot be followed", self.chain.run)
+                    self._node.degraded.count("coordinator-blocked", detail=f"{self.chain.run}: {error}")
+                self.trouble = f"unexpected: {type(error).__name__}: {error}"
+                delay_s = MAX_BACKOFF_S
             else:
                 if self.trouble is not None:
                     log.info("run %s: in order again", self.chain.run)
@@ -136,4 +142,8 @@ class CoordinatorRole(Role):
                 except DteError as error:
                     log.warning("run %s: housekeeping: %s", watcher.chain.run, error)
                     self.node.degraded.count("housekeeping-failed", detail=watcher.chain.run)
+                except Exception as error:
+                    # A disk that is full or read-only here must not end the housekeeping of all runs for good.
+                    log.exception("run %s: housekeeping", watcher.chain.run)
+                    self.node.degraded.count("housekeeping-failed", detail=f"{watcher.chain.run}: {error}")
             await asyncio.sleep(HOUSEKEEPING_S)

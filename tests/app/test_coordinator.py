@@ -99,6 +99,34 @@ async def test_the_running_role_follows_and_says_when_it_cannot(node):
     assert role.unready() == "not running"
 
 
+async def test_what_nobody_foresaw_ends_neither_watching_nor_housekeeping(node, tmp_path, monkeypatch):
+    monkeypatch.setattr("app.roles.coordinator.HOUSEKEEPING_S", 0.0)
+    monkeypatch.setattr("app.roles.coordinator.MAX_BACKOFF_S", 0.0)
+    calls = {"house": 0, "once": 0}
+
+    def failing(what):
+        async def fail(self):
+            calls[what] += 1
+            raise OSError(28, "No space left on device")
+
+        return fail
+
+    monkeypatch.setattr(RunWatcher, "keep_house", failing("house"))
+    monkeypatch.setattr(RunWatcher, "once", failing("once"))
+    role = CoordinatorRole(node)
+    await role.start()
+    try:
+        async with asyncio.timeout(30):
+            while calls["house"] < 3 or calls["once"] < 3:  # noqa: ASYNC110 (the role has no event to wait for)
+                await asyncio.sleep(0)
+        assert "No space left" in role.unready()
+        counts = node.degraded.snapshot()
+        assert counts["housekeeping-failed"] >= 3
+        assert counts["coordinator-blocked"] == 1
+    finally:
+        await role.stop()
+
+
 async def test_decisions_become_events_but_not_those_of_the_past(tmp_path):
     node = make_node(tmp_path)
     c = Committer(node.chains.get(RUN))
