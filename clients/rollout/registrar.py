@@ -12,6 +12,7 @@ import threading
 
 import httpx
 
+from clients.http import client_settings
 from clients.protocol import ReceiverRegistration
 from clients.rollout.server import ReceiverServer
 
@@ -27,10 +28,9 @@ class Registrar:
     def __init__(
         self, daemon: str, registration: ReceiverRegistration, server: ReceiverServer, *, token: str | None = None
     ) -> None:
-        self._url = daemon.rstrip("/") + "/receivers"
+        self._client = client_settings(daemon, token)
         self._body = registration.model_dump(mode="json")
         self._server = server
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"dte-registrar-{registration.name}", daemon=True)
         self._thread.start()
@@ -41,7 +41,7 @@ class Registrar:
 
     def _run(self) -> None:
         pause = FIRST_PAUSE_S
-        with httpx.Client(timeout=10.0, headers=self._headers) as http:
+        with httpx.Client(timeout=10.0, **self._client) as http:
             while not self._stop.is_set():
                 if self._server.owned:
                     pause = FIRST_PAUSE_S
@@ -53,7 +53,7 @@ class Registrar:
 
     def _post(self, http: httpx.Client) -> None:
         try:
-            answer = http.post(self._url, json=self._body)
+            answer = http.post("/receivers", json=self._body)
         except httpx.HTTPError as error:
             log.info("receiver not registered yet: %s: %s", type(error).__name__, error)
             return

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -341,3 +343,31 @@ def test_closing_rolls_back(tmp_path: Path) -> None:
     assert same(dump(model), new)
     core.close()
     assert same(dump(model), base)
+
+
+def test_the_registration_does_not_take_a_proxy_to_its_own_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str | None]] = []
+    came = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append((self.path, self.headers["Authorization"]))
+            self.send_response(200)
+            self.end_headers()
+            came.set()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        model = nn.Linear(2, 2)
+        with TorchReceiver(model, name="x", run="r", daemon=url, token="secret-1", socket_path=tmp_path / "x.sock"):
+            assert came.wait(60)
+        server.shutdown()
+    assert asked[0] == ("/receivers", "Bearer secret-1")
