@@ -67,13 +67,13 @@ def resolve(d: Detection, digest_prev: U64, geometry: SliceGeometry) -> Resolved
         else:
             chosen[first:last] = pick
             settled += last - first
-    ranks = np.concatenate([d.ranks, d.amb_ranks])
-    old = np.concatenate([d.old, chosen])
-    new = np.concatenate([d.new, d.amb_new])
+    ranks, old, new = d.ranks, d.old, d.new
+    if d.amb_ranks.size:
+        ranks = np.concatenate([ranks, d.amb_ranks])
+        order = np.argsort(ranks, kind="stable")
+        ranks, old, new = ranks[order], np.concatenate([old, chosen])[order], np.concatenate([new, d.amb_new])[order]
     keep = (old != new) & ~dense[ranks // TILE - d.tile_start]
-    ranks, old, new = ranks[keep], old[keep], new[keep]
-    order = np.argsort(ranks, kind="stable")
-    return Resolved(ranks[order], old[order], new[order], dense, failed, int(d.amb_ranks.size), settled)
+    return Resolved(ranks[keep], old[keep], new[keep], dense, failed, int(d.amb_ranks.size), settled)
 
 
 def _choose(missing: int, weights: U64, new: U16, options: list[U16]) -> U16 | None:

@@ -48,8 +48,13 @@ def formula_name(optimizer: torch.optim.Optimizer, group: Group) -> str:
     reason = unsupported_reason(optimizer, group)
     if reason is not None:
         raise UnsupportedOptimizer(f"no formula undoes this optimizer's step: {reason}.", remedy=_REMEDY)
-    suffix = "-tensor-lr" if isinstance(group["lr"], torch.Tensor) else ""
+    suffix = "-tensor-lr" if _computes_in_fp32(group["lr"]) else ""
     return f"torch-adamw/cpu/{implementation(group)}{suffix}"
+
+
+def _computes_in_fp32(lr: float | torch.Tensor) -> bool:
+    """Whether torch does the arithmetic on `lr` in FP32. A 0-dim FP64 tensor gives what a float gives."""
+    return isinstance(lr, torch.Tensor) and lr.dtype != torch.float64
 
 
 def implementation(group: Group) -> str:
@@ -73,11 +78,11 @@ def is_decoupled(optimizer: torch.optim.Optimizer, group: Group) -> bool:
 def hyper_of(optimizer: torch.optim.Optimizer, group: Group) -> HyperSpec:
     """The group's hyperparameters as they stand now. Call it inside `step()`, before a scheduler changes them.
 
-    A tensor lr is reported as the FP32 value it holds. InvalidInput for values no step can be undone with: lr·wd >= 1
-    with decoupled decay, or anything not finite.
+    A tensor lr is reported as the FP32 value it holds, a FP64 one as a float. InvalidInput for values no step can be
+    undone with: lr·wd >= 1 with decoupled decay, or anything not finite.
     """
     lr_raw = group["lr"]
-    lr_is_tensor = isinstance(lr_raw, torch.Tensor)
+    lr_is_tensor = _computes_in_fp32(lr_raw)
     lr = float(lr_raw.detach().to(torch.float32)) if lr_is_tensor else float(lr_raw)
     beta1, beta2 = (float(b) for b in group["betas"])
     decay = float(group["weight_decay"])

@@ -42,8 +42,16 @@ class Verdicts:
     impossible: Bool
 
 
+def no_verdicts() -> Verdicts:
+    """Verdicts on no elements."""
+    bits, number, flag = np.zeros(0, np.uint16), np.zeros(0, np.int64), np.zeros(0, np.bool_)
+    return Verdicts(bits, flag, bits, number, np.zeros(1, np.int64), bits, flag, flag)
+
+
 def join(parts: list[Verdicts]) -> Verdicts:
     """Verdicts on the concatenation of the parts' elements."""
+    if not parts:
+        return no_verdicts()
     if len(parts) == 1:
         return parts[0]
     firsts = np.cumsum([0] + [p.new.size for p in parts])

@@ -30,6 +30,7 @@ CHUNK_TILES = 32
 """Tiles one thread sweeps at a time (2 Mi elements)."""
 _EXACT_PIECE = 1 << 17
 """Elements that plain torch judges at a time: bounds the memory of its FP64 intermediates (some 20 MiB)."""
+_KEPT_PLANS = 64
 
 
 _In = TypeVar("_In")
@@ -49,6 +50,7 @@ class CpuBackend:
         if threads < 1:
             raise InvalidInput(f"detection needs at least one thread, not {threads}.")
         self._threads = threads
+        self._plans: dict[tuple[int, StepContext], tuple[Formula, _Plan | None]] = {}
 
     @property
     def name(self) -> str:
@@ -72,7 +74,8 @@ class CpuBackend:
         theta, m, v = theta.detach(), m.detach(), v.detach()
         check_state(theta, m, v, geometry.tensor)
         check_tiles(theta.numel(), geometry, tile_start, tile_stop)
-        job = _Job(formula, ctx, theta, m, v, geometry, exact_replay)
+        plan = self._compiled_plan(formula, ctx) if m.dtype == v.dtype == torch.float32 else None
+        job = _Job(formula, ctx, plan, theta, m, v, geometry, exact_replay)
         ranges = [(t, min(t + CHUNK_TILES, tile_stop)) for t in range(tile_start, tile_stop, CHUNK_TILES)]
         if not ranges:
             return without_entries(tile_start, np.zeros(0, np.uint64), np.zeros(0, np.bool_))
@@ -80,6 +83,31 @@ class CpuBackend:
             return job.run(ranges, map)
         with ThreadPoolExecutor(self._threads, thread_name_prefix="detect") as pool:
             return job.run(ranges, pool.map)
+
+    def _compiled_plan(self, formula: Formula, ctx: StepContext) -> _Plan | None:
+        """Constants of both compiled passes, or None where every element must take the exact rules.
+
+        Kept for a while: all tensors of a group share them, and small tensors are many.
+        """
+        key = (id(formula), ctx)
+        known = self._plans.get(key)
+        if known is None:
+            if len(self._plans) >= _KEPT_PLANS:
+                self._plans.clear()
+            step = formula.step_bound(ctx) if isinstance(formula, HasStepBound) else None
+            fast = None if step is None else fast_bound_of(step)
+            plan = None if step is None or fast is None else _Plan(pack_fast(fast), pack_step(step), nan_bits())
+            known = self._plans[key] = (formula, plan)  # with the formula, so that its id stays its own
+        return known[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Constants of the compiled passes of one step, and the bits this backend's cast gives NaN."""
+
+    fast: kernels.F32
+    step: kernels.F64
+    nan_bits: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +127,7 @@ class _Job:
         self,
         formula: Formula,
         ctx: StepContext,
+        plan: _Plan | None,
         theta: torch.Tensor,
         m: torch.Tensor,
         v: torch.Tensor,
@@ -107,11 +136,10 @@ class _Job:
     ) -> None:
         self._formula, self._ctx, self._geometry, self._exact = formula, ctx, geometry, exact_replay
         self._theta, self._m, self._v = theta, m, v
-        self._plan = self._compiled_plan()
+        self._plan = plan
         self._key = DigestKey.for_tensor(geometry.tensor)
         self._start = contiguous_start(geometry.layout)
         self._b_words = self._key.b_words(geometry.layout.dst_numel)
-        self._nan_bits = nan_bits()
 
     def run(self, ranges: list[tuple[int, int]], run_all: _Map) -> Detection:
         """Detect in consecutive tile ranges; `run_all` maps a function over pieces of the work, in order.
@@ -124,7 +152,7 @@ class _Job:
             np.concatenate([getattr(part, field) for part in swept]) for field in ("ranks", "certain", "old", "digest")
         )
         closer = np.flatnonzero(~certain)
-        pieces = [ranks[closer[i : i + _EXACT_PIECE]] for i in range(0, max(1, closer.size), _EXACT_PIECE)]
+        pieces = [ranks[closer[i : i + _EXACT_PIECE]] for i in range(0, closer.size, _EXACT_PIECE)]
         judged = join(list(run_all(self._exact_rules, pieces)))
         new = round_to_bf16_bits(self._theta[torch.from_numpy(ranks)])
         return assemble(ranges[0][0], ranks, scatter(judged, closer, new, certain, old), digest)
@@ -135,21 +163,13 @@ class _Job:
             self._formula, self._ctx, self._theta[pick], self._m[pick], self._v[pick], exact_replay=self._exact
         )
 
-    def _compiled_plan(self) -> tuple[kernels.F32, kernels.F64] | None:
-        """Constants of both compiled passes, or None where every element must take the exact rules."""
-        if not (self._m.dtype == self._v.dtype == torch.float32) or not isinstance(self._formula, HasStepBound):
-            return None
-        step = self._formula.step_bound(self._ctx)
-        fast = fast_bound_of(step)
-        return None if fast is None else (pack_fast(fast), pack_step(step))
-
     def _sweep(self, tiles: tuple[int, int]) -> _Swept:
         first, last = tiles[0] * TILE, min(tiles[1] * TILE, self._theta.numel())
         if self._plan is None:
             ranks = np.arange(first, last, dtype=np.int64)
             nothing = np.zeros(ranks.size, np.uint16)
             return _Swept(ranks, nothing != 0, nothing, self._digest(tiles[0], first, last))
-        fast, step = self._plan
+        plan = self._plan
         n = last - first
         digest = np.zeros(-(-n // TILE), np.uint64)
         # Room for every element; pages that stay untouched cost nothing.
@@ -157,8 +177,9 @@ class _Job:
         start = -1 if self._start is None else self._start + first
         theta, m, v = (x[first:last].numpy() for x in (self._theta, self._m, self._v))
         found = kernels.sweep(
-            theta, m, v, fast, step, self._nan_bits, self._key.a, self._b_words, start, TILE, digest, sent, verdict, old
-        )
+            theta, m, v, plan.fast, plan.step, plan.nan_bits, self._key.a, self._b_words, start, TILE,
+            digest, sent, verdict, old,
+        )  # fmt: skip
         if start < 0:
             digest = self._digest(tiles[0], first, last)
         return _Swept(sent[:found].astype(np.int64) + first, verdict[:found] == 1, old[:found].copy(), digest)
