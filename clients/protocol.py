@@ -58,7 +58,7 @@ class SliceSpec(Model):
     `blocks` maps the slice's flat element index to the canonical flat element index, source side covering
     [0, numel) exactly once. Detector `certified` needs `exp_avg`, `exp_avg_sq` and `group`; `theta` is FP32 there and
     the canonical dtype is what the receiver stores. `snapshot` and `dense` compare the cast of `theta` in the canonical
-    dtype; `frozen` is read once, for version 0.
+    dtype; `frozen` is read for version 0, and again only when a sync says that it may have been written.
     """
 
     slice: Count
@@ -91,8 +91,9 @@ class RankRegistration(Model):
 class SyncRequest(Model):
     """`POST /sync`, after optimizer step `step`. Idempotent per (launch, epoch, rank, step).
 
-    `steps[i]` is the per-parameter step counter of `slices[i]` of the registration (0 for slices without one);
-    `hypers[g]` belongs to `groups[g]`. `generation` and `hold` are the words of the control block at this moment.
+    `steps[i]` is the per-parameter step counter of `slices[i]` of the registration; of a `frozen` slice it says how
+    often it may have been written since then; 0 for the others. `hypers[g]` belongs to `groups[g]`. `generation` and
+    `hold` are the words of the control block at this moment.
     `handles` replaces memory references that moved since the registration (slice number → new spec).
     `version` null means: accumulate, do not publish.
     """

@@ -7,7 +7,6 @@ read that is thrown away leaves no trace.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 from app.worker.lanes import LanesWriter
 from app.worker.reader import SliceRead, SliceReader
@@ -121,7 +120,9 @@ class StepReader:
         spec = source.shape.spec
         if spec.detector == "frozen":
             counts["slices_frozen"] += 1
-            return SliceRead(known if known.digest_last is not None else self._lost(source, known))
+            if known.digest_last is not None and step == max(known.step, 0):
+                return SliceRead(known)
+            return self._reader.compare(source, known, step, counts)
         if spec.detector == "snapshot":
             return self._reader.snapshot(source, known, self._snapshots.get(spec.slice), step, counts)
         if spec.detector == "dense" or known.digest_last is None:
@@ -153,6 +154,3 @@ class StepReader:
 
     def _unmoved(self, source: SliceSource, known: SliceLedger) -> bool:
         return known.digest_last is not None and bool((self._reader.digests(source) == known.digest_last).all())
-
-    def _lost(self, source: SliceSource, known: SliceLedger) -> SliceLedger:
-        return replace(known, digest_last=self._reader.digests(source))

@@ -6,6 +6,7 @@ strides, optimizer state is created as torch would create it at the first step, 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,17 +19,25 @@ from clients.trainer.formulas import new_step_counter
 from clients.trainer.plan import Plan, Shard
 from engine.errors import StateConflict
 
+log = logging.getLogger(__name__)
+
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 @dataclass(eq=False)
 class _Bound:
-    """A shard with its places. `moments` maps state keys (exp_avg and the second moment in use) to slots."""
+    """A shard with its places. `moments` maps state keys (exp_avg and the second moment in use) to slots.
+
+    Of a frozen one: `version` is torch's own count of in-place writes when it was last looked at, `writes` how often it
+    may have been written since the registration.
+    """
 
     shard: Shard
     theta: Slot
     moments: dict[str, Slot]
     version: int = 0
+    writes: int = 0
+    warned: bool = False
 
 
 class Binding:
@@ -89,23 +98,37 @@ class Binding:
             live = buffers.get(b.shard.model_name or "", b.shard.theta)
             if not b.theta.fits(live):
                 raise _changed(b.shard.meta.name, live)
+            if b.shard.detector == "frozen" and not _same_bits(live, b.theta.view):
+                self._written(b)
             b.theta.take(live)
 
-    def check_frozen(self) -> None:
-        """StateConflict if a tensor declared frozen was written: nobody reads it again, so nobody would see it."""
+    def note_writes(self, *, announced: bool) -> None:
+        """Count the frozen tensors that may have been written, so that the daemon looks at them again.
+
+        Torch counts in-place writes to a tensor, those of optimizers and of `load_state_dict` included, but not those
+        through `.data`: after a mutation the trainer announced (`announced`), any of them may have been written.
+        """
         for b in self._bound:
-            # Torch counts in-place writes to a tensor, those of optimizers and of `load_state_dict` included.
-            if b.shard.detector == "frozen" and not b.shard.mirrored and b.shard.theta._version != b.version:
-                raise _not_frozen(b.shard.meta.name)
+            if b.shard.detector != "frozen" or b.shard.mirrored:
+                continue
+            seen, b.version = b.version, b.shard.theta._version
+            if seen != b.version:
+                self._written(b)
+            elif announced:
+                b.writes += 1
 
     def specs(self, numbers: Sequence[int] | None = None) -> list[SliceSpec]:
         """The slices as the daemon is told about them (all, or those numbered)."""
         return [self._spec(i) for i in (range(len(self._bound)) if numbers is None else numbers)]
 
     def steps(self) -> list[int]:
-        """Every slice's own step counter, 0 for slices without one."""
-        counters = [self._state(b.shard).get("step", 0) if b.shard.group is not None else 0 for b in self._bound]
+        """Every slice's own step counter; of frozen slices how often they may have been written, 0 for others."""
+        counters = [self._state(b.shard).get("step", 0) if b.shard.group is not None else b.writes for b in self._bound]
         return [int(c) for c in counters]
+
+    def with_writes(self, steps: Sequence[int]) -> list[int]:
+        """`steps` of an earlier moment, with the writes to frozen slices of now."""
+        return [s if b.shard.group is not None else b.writes for s, b in zip(steps, self._bound, strict=True)]
 
     # --- one shard ---------------------------------------------------------------------------------------------------
 
@@ -129,13 +152,24 @@ class Binding:
             if not b.theta.fits(theta):
                 raise _changed(b.shard.meta.name, theta)
             if b.shard.detector == "frozen" and not _same_bits(theta, b.theta.view):
-                raise _not_frozen(b.shard.meta.name)
+                self._written(b)
             theta.data = b.theta.take(theta)
             moved = True
         if b.shard.group is not None:
             self._ensure_state(b.shard)
             moved = self._adopt_moments(b) or moved
         return moved
+
+    def _written(self, b: _Bound) -> None:
+        if not b.warned:
+            b.warned = True
+            log.warning(
+                "%s was declared frozen and has been written: whatever changed of it is sent whole, tile by tile. If "
+                "that goes on, register again or declare it with detector={%r: 'snapshot'}.",
+                b.shard.meta.name,
+                b.shard.meta.name,
+            )
+        b.writes += 1
 
     def _adopt_moments(self, b: _Bound) -> bool:
         state, moved = self._state(b.shard), False
@@ -218,13 +252,6 @@ def _changed(name: str, tensor: torch.Tensor) -> StateConflict:
         f"{name} is now {tensor.dtype}, shape {tuple(tensor.shape)} on {tensor.device}, not what was registered.",
         remedy="Bring it back before the next sync (offloading belongs inside `with source.mutating()` both ways), or "
         "close this source and register again.",
-    )
-
-
-def _not_frozen(name: str) -> StateConflict:
-    return StateConflict(
-        f"{name} was declared frozen and has been written.",
-        remedy=f"Register again, or declare it with detector={{{name!r}: 'snapshot'}} from the start.",
     )
 
 

@@ -45,6 +45,8 @@ class Gate:
         self._hold = 0
         self._job: str | None = None
         self._open: set[str] = set()
+        self.announced = 0
+        """Mutations that the trainer announced and that may have written anything."""
 
     def take(self) -> int:
         """Allow one read: the next mutation waits for its release. Returns the hold's number."""
@@ -78,9 +80,10 @@ class Gate:
         self.stats.hold_ms += self.stats.last_hold_ms
 
     @contextlib.contextmanager
-    def mutating(self) -> Iterator[None]:
-        """Around any write to shared memory."""
+    def mutating(self, *, ours: bool = False) -> Iterator[None]:
+        """Around any write to shared memory. `ours`: by this client, which knows what it writes."""
         self.wait()
+        self.announced += not ours
         with self.control.mutating():
             yield
 

@@ -68,6 +68,7 @@ class Watch:
         self._moved: set[int] = set()
         self.steps = binding.steps()
         self.moved_total = 0
+        self._announced = gate.announced
 
     def install(self) -> None:
         """Register the hooks."""
@@ -100,10 +101,12 @@ class Watch:
         """
         for what in self._gate.end_all():
             log.warning("an optimizer call (%s) did not return; the proof finds what it changed", what)
-        with self._gate.mutating():
+        with self._gate.mutating(ours=True):
             self._adopt()
-            self._binding.check_frozen()
+            self._binding.note_writes(announced=self._gate.announced != self._announced)
+            self._announced = self._gate.announced
             self._binding.refresh_mirrors()
+        self.steps = self._binding.with_writes(self.steps)
 
     def hypers(self) -> list[HyperSpec]:
         """Hyperparameters per group; InvalidInput if the latest step used some that no formula can undo."""

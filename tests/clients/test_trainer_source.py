@@ -437,18 +437,38 @@ def test_everything_is_declared_once(daemon: FakeDaemon, caplog: pytest.LogCaptu
         assert daemon.reads[-1]["bias"].tolist() == [1.0, 1.0, 1.0]
 
 
-def test_a_frozen_parameter_that_changes_is_noticed(daemon: FakeDaemon, net: torch.nn.Linear) -> None:
+def test_a_frozen_parameter_that_may_have_been_written_is_said(
+    daemon: FakeDaemon, net: torch.nn.Linear, caplog: pytest.LogCaptureFixture
+) -> None:
     net.bias.requires_grad_(False)
     optimizer = torch.optim.AdamW([net.weight], lr=1e-2)
+
+    def writes() -> int:
+        assert daemon.registration is not None
+        (number,) = (s.slice for s in daemon.registration.slices if s.detector == "frozen")
+        return daemon.syncs[-1].steps[number]
+
     with TorchSource(net, optimizer, run="ice", transport=daemon.transport) as source:
-        source.sync(1)
+        for step in (1, 2):
+            step_once(net, optimizer)
+            source.sync(step)
+            assert writes() == 0  # nobody has to read it
         with source.mutating():
-            net.bias.data = net.bias.data.clone()  # same bits elsewhere: offloaded and back
-        source.sync(2)
-        with torch.no_grad(), source.mutating():
-            net.bias.add_(1.0)
-        with pytest.raises(StateConflict, match="bias was declared frozen"):
-            source.sync(3)
+            net.bias.data += 1.0  # which torch does not count
+        source.sync(3)
+        assert writes() == 1
+        source.sync(4)
+        assert writes() == 1
+        assert "declared frozen and has been written" not in caplog.text
+        with torch.no_grad():
+            net.bias.add_(1.0)  # announced or not
+        source.sync(5)
+        assert writes() == 2
+        net.load_state_dict(net.state_dict())
+        source.sync(6)
+        assert writes() == 3
+        assert "bias was declared frozen and has been written" in caplog.text
+        assert torch.equal(daemon.reads[-1]["bias"], net.bias)
 
 
 def test_a_replaced_parameter_is_noticed(daemon: FakeDaemon, net: torch.nn.Linear) -> None:
