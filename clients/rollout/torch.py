@@ -49,11 +49,14 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by every name they have, tied ones included."""
+    """Parameters and persistent buffers by every name they have, tied ones included.
+
+    Without what `torch.compile` puts into names: the trainer need not have compiled its model.
+    """
     out: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     kept = set(model.state_dict(keep_vars=True))
     out.update((n, b) for n, b in model.named_buffers(remove_duplicate=False) if n in kept)
-    return out
+    return {n.replace("_orig_mod.", ""): t for n, t in out.items()}
 
 
 def _storage_lanes(name: str, tensor: torch.Tensor) -> tuple[LaneView, Layout]:

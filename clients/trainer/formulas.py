@@ -36,6 +36,10 @@ def unsupported_reason(optimizer: torch.optim.Optimizer, group: Group) -> str | 
         return "differentiable=True computes the step in another order"
     if group.get("capturable"):
         return "capturable=True is not run on the CPU by torch"
+    if isinstance(group["lr"], torch.Tensor) and group["lr"].dtype not in (torch.float32, torch.float64):
+        return f"its learning rate is a tensor of {group['lr'].dtype}"
+    if any(isinstance(b, torch.Tensor) for b in group["betas"]):
+        return "its betas are tensors"
     return None
 
 

@@ -18,6 +18,7 @@ import torch
 from clients.protocol import Detector
 from clients.trainer.arena import dtype_name
 from clients.trainer.formulas import formula_name, unsupported_reason
+from clients.trainer.names import meta_of, plain_name, stored_dtype
 from engine.errors import InvalidInput, UnsupportedOptimizer
 from engine.layout.blocks import Layout
 from engine.records.models import BlockJson, TensorMeta
@@ -129,7 +130,7 @@ class Planner:
             owners[id(param)] = canonical
             master = master_of.get(id(param))
             _check_local(name, param)
-            dtype = self._dtypes.get(canonical) or _stored_dtype(canonical, param)
+            dtype = self._dtypes.get(canonical) or stored_dtype(canonical, param)
             if master is not None:
                 _check_local(f"master of {name}", master)
                 _check_master(name, param, master)
@@ -148,7 +149,7 @@ class Planner:
                 )
             self._append(
                 Shard(
-                    _meta(canonical, tuple(buffer.shape), own),
+                    meta_of(canonical, tuple(buffer.shape), self._dtypes.get(canonical, own)),
                     buffer,
                     _dense_blocks(name, buffer),
                     self._asked.get(canonical, "snapshot"),
@@ -166,18 +167,20 @@ class Planner:
         if not part.tensor.is_contiguous():
             raise InvalidInput(f"the slice of {part.name} is not contiguous.", remedy="Pass contiguous local memory.")
         blocks = _slice_blocks(part)
-        dtype = part.dtype or self._dtypes.get(canonical) or _stored_dtype(canonical, part.tensor)
+        dtype = part.dtype or self._dtypes.get(canonical) or stored_dtype(canonical, part.tensor)
         if part.side:
             kind: Detector = part.detector or "snapshot"
-            self._append(Shard(_meta(canonical, part.shape, dtype), part.tensor, blocks, kind, mirrored=True))
+            self._append(Shard(meta_of(canonical, part.shape, dtype), part.tensor, blocks, kind, mirrored=True))
             return
         self._add(canonical, part.shape, dtype, part.tensor, None, blocks, part.detector)
 
     def finish(self) -> Plan:
         """The plan, after checks that concern all shards together."""
-        unknown = set(self._asked) - {s.meta.name for s in self.plan.shards} - set(self.plan.aliases)
-        if unknown:
-            raise InvalidInput(f"detector names tensors that are not declared: {sorted(unknown)[:5]}.")
+        declared_names = {s.meta.name for s in self.plan.shards} | set(self.plan.aliases)
+        for what, given in (("detector", self._asked), ("dtypes", self._dtypes)):
+            unknown = sorted(given.keys() - declared_names)
+            if unknown:
+                raise InvalidInput(f"{what} names tensors that are not declared: {unknown[:5]}.")
         if not self.plan.shards:
             raise InvalidInput("there is nothing to publish: no parameters, buffers or slices.")
         _check_duplicates(self.plan.shards)
@@ -203,7 +206,7 @@ class Planner:
     ) -> None:
         key = self._owner.get(id(theta))
         kind = self._choose(canonical, dtype, theta, key, asked)
-        shard = Shard(_meta(canonical, shape, dtype), theta, blocks or _dense_blocks(canonical, theta), kind)
+        shard = Shard(meta_of(canonical, shape, dtype), theta, blocks or _dense_blocks(canonical, theta), kind)
         shard.model_name = model_name
         if key is not None:
             shard.optimizer = key.optimizer
@@ -261,6 +264,7 @@ class Planner:
         return self._group_number[key]
 
     def _rename(self, name: str) -> str | None:
+        name = plain_name(name)
         if self._names is None:
             return name
         return self._names.get(name, name) if isinstance(self._names, Mapping) else self._names(name)
@@ -268,20 +272,6 @@ class Planner:
     def _append(self, shard: Shard) -> None:
         if shard.theta.numel():  # an empty tensor has no bits to publish
             self.plan.shards.append(shard)
-
-
-def _meta(name: str, shape: tuple[int, ...], dtype: str) -> TensorMeta:
-    return TensorMeta(name=name, shape=shape, dtype=dtype)  # type: ignore[arg-type]
-
-
-def _stored_dtype(name: str, tensor: torch.Tensor) -> str:
-    """What receivers store: BF16 for FP32 masters, else the dtype itself."""
-    own = dtype_name(tensor.dtype)
-    if own is None:
-        raise InvalidInput(
-            f"{name} has dtype {tensor.dtype}, which cannot be published.", remedy="Leave it out with names={…: None}."
-        )
-    return "bfloat16" if own == "float32" else own
 
 
 def _persistent_buffers(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:

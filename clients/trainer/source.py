@@ -23,6 +23,7 @@ from clients.trainer.daemon import Daemon, SyncHandle, is_down
 from clients.trainer.gate import Gate
 from clients.trainer.group import Agree, default_agree, new_launch, rank_and_world
 from clients.trainer.live import Live, SourceStats
+from clients.trainer.names import check_ids
 from clients.trainer.plan import Names, OwnedSlice, Plan, Planner
 from clients.trainer.watch import Watch
 from engine.errors import DteError, InvalidInput, StateConflict
@@ -75,6 +76,7 @@ class TorchSource:
             raise InvalidInput("masters need a model.")
         if on_daemon_down not in ("continue", "wait"):
             raise InvalidInput(f"on_daemon_down is 'continue' or 'wait', not {on_daemon_down!r}.")
+        check_ids(run, launch)
         found = rank_and_world(group)
         self.run = run
         self.rank = found[0] if rank is None else rank
