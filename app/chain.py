@@ -289,6 +289,17 @@ class Chain:
         self._anchored = None
         self._anchors.clear()
 
+    async def dense_asked(self) -> bool:
+        """Whether a receiver has asked for a dense version and none was committed since. Lists the requests."""
+        asked = -1
+        async for key in self.store.list(keys.requests_prefix(self.run)):
+            version = keys.parse_dense_request(key)
+            asked = asked if version is None else max(asked, version)
+        if asked < 0:
+            return False
+        complete = next((c.version for c in reversed(self.commits()) if c.base is None or c.totals.complete), -1)
+        return asked >= complete
+
     # --- inside ------------------------------------------------------------------------------------------------------
 
     async def _read_on(self, window: int) -> bool:

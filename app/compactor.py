@@ -110,8 +110,10 @@ class Compactor:
         """All chunks from the newest anchor before `version` (or the version without a base) on, downloaded."""
         chain = self._chain
         wanted: list[tuple[tuple[str, int, int, int], ChunkRef]] = []
-        base: int | None = None
-        for candidate in reversed([v for v in await chain.anchor_versions() if v < version]):
+        # A version that is dense everywhere needs nothing before it.
+        whole = [c for c in chain.path(None, version) if c.base is None or c.totals.complete][-1]
+        base = whole.base
+        for candidate in reversed([v for v in await chain.anchor_versions() if whole.version <= v < version]):
             anchor = await chain.anchor(candidate)
             if anchor is not None:
                 base = candidate

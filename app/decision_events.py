@@ -23,7 +23,7 @@ def observer(events: EventBus, metrics: Metrics) -> Callable[[Decision, bool], N
         metrics.decisions.labels(run, decision.kind).inc()
         if isinstance(decision, CommitDecision):
             totals = decision.totals
-            metrics.changed_fraction.observe(totals.changed / max(1, totals.elements))
+            metrics.changed_fraction.observe(totals.changed_fraction)
             events.publish(
                 "version-committed",
                 run,

@@ -44,7 +44,10 @@ class Metrics:
             "dte_trainer_hold_seconds", "How long a read held the trainer.", buckets=_SECONDS, registry=r
         )
         self.changed_fraction = Histogram(
-            "dte_changed_fraction", "Share of lanes a version changed.", buckets=_FRACTIONS, registry=r
+            "dte_changed_fraction",
+            "Share of lanes a version changed.",
+            buckets=_FRACTIONS,
+            registry=r,
         )
         self.entries = Counter("dte_entries", "Sparse entries published.", registry=r)
         self.dense_tiles = Counter("dte_dense_tiles", "Tiles published dense.", registry=r)

@@ -183,7 +183,8 @@ class _Walk:
 
     def _apply(self, commit: CommitDecision, chunks: list[tuple[ChunkRef, ChunkHeader, list[ChunkItem]]]) -> str:
         weights = self._weights
-        if commit.base is None:
+        whole = commit.base is None or (commit.totals.complete and weights.at != commit.base)
+        if whole:
             weights.reset(commit.tensors)
         elif weights.at != commit.base:
             return "hashes are right; there is no base to apply it to"
@@ -194,12 +195,12 @@ class _Walk:
             if named != (commit.run, commit.version, commit.epoch, commit.base):
                 self._problem(commit.version, f"{ref.key} was written for another version")
             try:
-                dense += weights.apply(items, dense_only=commit.base is None)
+                dense += weights.apply(items, dense_only=whole)
             except DteError as e:
                 self._problem(commit.version, f"{ref.key}: {e}")
                 return "damaged"
-        if commit.base is None and dense != weights.total_lanes:
-            self._problem(commit.version, f"it has no base and carries {dense} of {weights.total_lanes} lanes")
+        if (commit.base is None or commit.totals.complete) and dense != weights.total_lanes:
+            self._problem(commit.version, f"it must be whole and carries {dense} of {weights.total_lanes} lanes")
         wrong = weights.wrong_digests(commit.tensors)
         if wrong:
             self._problem(commit.version, f"the rebuilt weights do not have the decision's digest for {_some(wrong)}")

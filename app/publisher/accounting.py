@@ -34,6 +34,3 @@ def count_version(node: Node, outcome: Outcome) -> None:
     if outcome.problem is None and isinstance(outcome.decision, CommitDecision):
         node.metrics.entries.inc(outcome.entries)
         node.metrics.dense_tiles.inc(outcome.dense_tiles)
-        totals = outcome.decision.totals
-        if totals.elements:
-            node.metrics.changed_fraction.observe((totals.changed + totals.dense_lanes) / totals.elements)

@@ -7,6 +7,7 @@ new one goes on from the spool and is asked again, at most RESTARTS times a requ
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -90,6 +91,13 @@ class WorkerLink:
                     raise
                 log.error("the worker died while encoding; trying again (%d of %d)", attempt + 1, RESTARTS)
         raise AssertionError("unreachable")
+
+    async def detach(self) -> None:
+        """Have the worker, if one runs, let go of the trainer's memory."""
+        async with self._lock:
+            if self._handle is not None and self._handle.alive:
+                with contextlib.suppress(WorkerDied):
+                    await self._handle.call(p.Detach(), p.Done)
 
     async def stop(self) -> None:
         """End the worker. Idempotent."""

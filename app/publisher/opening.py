@@ -7,6 +7,7 @@ far this daemon happens to have read, so all ranks mean the same number.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from app.chain import Chain
@@ -41,9 +42,15 @@ class Opening:
 
 
 async def open_epoch(
-    node: Node, chain: Chain, committer: Committer, registration: RankRegistration, slices: list[SliceDecl]
+    node: Node,
+    chain: Chain,
+    committer: Committer,
+    registration: RankRegistration,
+    slices: list[SliceDecl],
+    check_ended: Callable[[], None],
 ) -> Opening:
-    """Announce the rank and wait until the epoch is open. LayoutError, StateConflict: it never will be."""
+    """Announce the rank and wait until the epoch is open. LayoutError, StateConflict: it never will be. `check_ended`
+    raises when nobody waits for it any more."""
     r = registration
     record = LaunchRecord(
         run=r.run, launch=r.launch, rank=r.rank, world=r.world, step=r.step, tensors=r.tensors, slices=slices
@@ -53,6 +60,7 @@ async def open_epoch(
         opened = await until_stored(node.degraded, "epoch", lambda: committer.try_open(r.launch))
         if opened is not None:
             return _opening(chain, opened, same=standing == record)
+        check_ended()
         await asyncio.sleep(node.settings.poll_interval_s)
 
 

@@ -26,8 +26,10 @@ from app.worker import protocol as p
 from app.worker.protocol import SpoolFull
 from app.worker.spool import RankSpool
 from clients.protocol import Job, JobState, RankRegistration, SyncRequest
-from engine.errors import DteError, InvalidInput, StateConflict
+from engine.errors import CodecError, DteError, InvalidInput, StateConflict
+from transports.errors import StoreError
 from transports.memory.generation import ControlBlock
+from transports.memory.shm import SHM_DIR, SharedMemoryError
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +46,26 @@ class LaunchEnded(StateConflict):
     code = "launch-ended"
 
 
+class TrainerGone(LaunchEnded):
+    """The trainer's process has ended; what it had handed over is still published."""
+
+    code = "trainer-gone"
+
+
 class EpochNotOpen(StateConflict):
     """The rank is known, but its epoch is not open (again) yet. Ask again soon."""
 
     code = "epoch-not-open"
+
+
+def trainer_lives(control: str) -> bool:
+    """Whether the process that made this control block still holds its lock. A file that is there and cannot be looked
+    into is nobody's death."""
+    try:
+        with ControlBlock.open(control) as block:
+            return block.owner_alive()
+    except (SharedMemoryError, OSError):
+        return (SHM_DIR / control).exists()
 
 
 class RankState:
@@ -74,6 +92,8 @@ class RankState:
         self.promised: int | None = None
         self.ended: DteError | None = None
         self.records: dict[str, files.JobRecord] = {}
+        self.dense_asked = False
+        """At the last cut, a receiver was waiting for a dense version."""
         self.unbegun = False
         """The epoch is open, but the ledger does not know yet (the daemon died in between)."""
         self._lost_in_flight = False
@@ -142,6 +162,20 @@ class RankState:
             )
         if self.ended is not None:
             raise self.ended
+
+    async def look(self) -> None:
+        """Notice that a newer epoch is open, or that the trainer's process is gone, when nobody calls."""
+        with contextlib.suppress(StoreError, CodecError):
+            # Asks the store at most once a poll interval, whoever else follows the run.
+            await self.chain.wait(self.chain.next_version, 0)
+        with contextlib.suppress(LaunchEnded):
+            self.check_superseded()
+        if self.ended is None and not await asyncio.to_thread(trainer_lives, self.registration.control):
+            self.end(
+                TrainerGone(
+                    "the trainer's process has ended.", remedy="Start it again; it registers as a new launch by itself."
+                )
+            )
 
     # --- jobs ------------------------------------------------------------------------------------------------------
 

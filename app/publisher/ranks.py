@@ -24,7 +24,7 @@ from app.publisher.registering import Registrar
 from app.publisher.worker_handle import WorkerDied
 from app.roles.base import Node
 from app.worker import protocol as p
-from app.worker.protocol import BaseMoved, SpoolFull
+from app.worker.protocol import BaseMoved, HoldTimeout, SpoolFull
 from app.worker.source import check_slice
 from app.worker.spool import RankSpool
 from clients.protocol import Cut, Job, JobState, RankRegistration, SyncRequest
@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 QUEUED_SYNCS = 8
 NOTING_S = 1.0
 READY_S = 2.0
+WATCH_S = 2.0
+"""How often a session looks whether its trainer lives and its epoch is the newest."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class RankSession:
         ]
         self._lock = asyncio.Lock()
         self._main: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[None] | None = None
 
     @property
     def worker_pid(self) -> int | None:
@@ -100,6 +103,7 @@ class RankSession:
             else state.add(Job(id=job_id, kind="register", run=r.run, rank=r.rank, step=r.step, state=JobState.QUEUED))
         )
         self._main = asyncio.create_task(self._run(job_id), name=f"rank-{r.rank}")
+        self._watch = asyncio.create_task(self._look_again(), name=f"watch-rank-{r.rank}")
         return job
 
     async def cut(self) -> Cut:
@@ -116,6 +120,11 @@ class RankSession:
             return Cut(epoch=epoch, version=None, reason=f"version {state.undecided} is not decided yet")
         if self._busy or not self._queue.empty():
             return Cut(epoch=epoch, version=None, reason="an earlier sync is still being read")
+        try:
+            # Here and not in the sync: now the trainer is not held.
+            state.dense_asked = await state.chain.dense_asked()
+        except StoreError as error:
+            log.warning("%s: requests for a dense version cannot be read: %s", state.name, error)
         return Cut(epoch=epoch, version=state.chain.next_version)
 
     async def submit(self, sync: SyncRequest) -> tuple[Job, bool]:
@@ -157,11 +166,19 @@ class RankSession:
 
     async def stop(self) -> None:
         """End now; everything that is not finished goes on after the next start."""
-        if self._main is not None:
-            self._main.cancel()
-            await asyncio.gather(self._main, return_exceptions=True)
+        for task in (self._watch, self._main):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         await self._flights.stop()
         await self.state.link.stop()
+
+    async def _look_again(self) -> None:
+        """Until the session ends: what its trainer's calls would show may have to be noticed without them."""
+        state = self.state
+        while state.ended is None:
+            await state.until(lambda: state.ended is not None, WATCH_S)
+            await state.look()
 
     def _noted(self) -> bool:
         """Nothing is being read, and no version waits that is decided already."""
@@ -273,6 +290,8 @@ class RankSession:
         state = self.state
         assert state.ended is not None
         await state.fail_waiting()
+        # What is in flight is in the spool: the trainer's memory is wanted by whoever comes next.
+        await state.link.detach()
         await self._flights.landed()
         await state.link.stop()
         if isinstance(state.ended, LaunchEnded) or state.epoch is None:
@@ -289,11 +308,13 @@ class RankSession:
         state, job_id, sync = self.state, waiting.job_id, waiting.sync
         state.update(job_id, JobState.READING)
         try:
-            done = await self._read_on_head(sync)
+            done = await self._read_on_head(waiting)
         except DteError as error:
             await state.release(sync.hold)
             if isinstance(error, SpoolFull):
                 state.node.degraded.count("spool-full", detail=state.name)
+            if isinstance(error, HoldTimeout):
+                state.node.degraded.count("read-revoked", detail=f"{state.name}: {error.message}")
             reason = "spool-lost" if isinstance(error, SpoolFull | WorkerDied) else "revoked"
             await self._cannot_deliver(waiting, JobState.FAILED, error, reason)
             return
@@ -317,10 +338,16 @@ class RankSession:
             self._flights.deliver(job_id, done.published, timings)
             await state.save()
 
-    async def _read_on_head(self, sync: SyncRequest) -> p.ReadDone:
+    async def _read_on_head(self, waiting: _Waiting) -> p.ReadDone:
+        sync, state = waiting.sync, self.state
+        dense = sync.version is not None and state.dense_asked
+        if dense:
+            state.node.degraded.count("dense-on-request", detail=f"{state.name}, version {sync.version}")
+
         def request() -> p.Read:
-            head = self.state.chain.head
-            return p.Read(sync=sync, base=None if head is None else head.version)
+            head = state.chain.head
+            left_s = state.node.settings.hold_timeout_s - (time.monotonic() - waiting.at_s)
+            return p.Read(sync=sync, base=None if head is None else head.version, dense=dense, left_s=left_s)
 
         try:
             return await self.state.link.call(request(), p.ReadDone)

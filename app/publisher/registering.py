@@ -62,7 +62,7 @@ class Registrar:
                 remedy="Keep the trainer held until the registration's job is released; register as a new launch.",
             )
         timings = {"initial": (time.monotonic() - started) * 1e3}
-        opening = await open_epoch(state.node, state.chain, state.committer, r, initial.slices)
+        opening = await open_epoch(state.node, state.chain, state.committer, r, initial.slices, state.check_superseded)
         state.epoch = opening.epoch
         state.update(job_id, epoch=opening.epoch)
         await state.save()

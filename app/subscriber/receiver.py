@@ -7,6 +7,7 @@ its process, are no longer there.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -20,7 +21,7 @@ from app.subscriber.standing import Standing
 from app.subscriber.targets import NoSource, Step, Targets, digests, is_unreadable
 from clients.protocol import ReceiverRegistration, ReceiverState
 from clients.rollout.protocol import ReceiverError, ReceiverGone
-from engine.errors import DteError, InvalidInput, ProofError, StateConflict
+from engine.errors import CodecError, DteError, InvalidInput, ProofError, StateConflict
 from engine.records.models import ChunkRef, CommitDecision
 from transports.errors import StoreUnavailable
 
@@ -58,6 +59,8 @@ class Receiver:
         self._connected = False
         self._kicked = asyncio.Event()
         self._stopping = False
+        self._asked: int | None = None
+        """The head at which a dense version was asked for last."""
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -260,7 +263,9 @@ class Receiver:
     ) -> None:
         """Overwrite the weights from the newest starting point, `least` or later, that is intact; else NoSource."""
         reasons: list[str] = [because.message] if because else []
-        async for plan in self._targets.resync_plans(head, least):
+        unread: list[DteError] = []
+        dense_helps = True
+        async for plan in self._targets.resync_plans(head, least, failures=unread):
             try:
                 async with self._targets.local(plan) as bodies:
                     self.standing.become(ReceiverState.RESYNCING)
@@ -273,6 +278,7 @@ class Receiver:
                 if error.code == "chunk-damaged":
                     await self._targets.cache.discard(_refs(plan))
                 reasons.append(f"from version {plan[0].version}: {error.message}")
+                dense_helps &= self._dense_helps(error, plan[0].version)
                 log.warning(
                     "receiver %s: resync from version %d failed: %s", self.standing.name, plan[0].version, error
                 )
@@ -284,10 +290,31 @@ class Receiver:
             self.standing.last_install_ms = {"resync": ms}
             self.standing.proven(engine.statuses, head.version, head.step)
             return
+        dense_helps &= all(self._dense_helps(error, None) for error in unread)
+        if dense_helps:
+            await self._ask_for_dense(head)
         raise NoSource(
             f"nothing intact leads to version {head.version}" + (": " + "; ".join(reasons) if reasons else "."),
-            remedy="Wait for the trainer's next dense version, or restore the store's objects.",
+            remedy="The trainer's next version is asked to be dense; without a trainer restore the store's objects."
+            if dense_helps
+            else "See the reasons: a dense version would not help.",
         )
+
+    def _dense_helps(self, error: DteError, start: int | None) -> bool:
+        """Whether a dense version leads on where a resync from `start` (None: one that could not be read) ended in
+        `error`: objects are gone or damaged, or its chunks do not lead to its digests.
+
+        What ended on this node is asked about once only: else a receiver with a fault of its own would make every
+        version dense."""
+        if is_unreadable(error):
+            return True
+        lies_or_breaks = error.code in ("chunk-damaged", "wrong-result", CodecError.code, ProofError.code)
+        return lies_or_breaks and start is not None and (self._asked is None or start <= self._asked)
+
+    async def _ask_for_dense(self, head: CommitDecision) -> None:
+        if await self._targets.ask_for_dense(head):
+            self._degraded.count("no-intact-chain", detail=f"receiver {self.standing.name}, version {head.version}")
+        self._asked = head.version
 
     async def _watch(self, engine: Engine, known: int) -> None:
         """Return when there is something to do; ReceiverGone when the receiver's process ends.
@@ -320,14 +347,23 @@ class Receiver:
     async def _rest_or_gone(self, engine: Engine, pause_s: float) -> None:
         gone = asyncio.ensure_future(engine.wait_gone())
         rest = asyncio.ensure_future(self._rest(pause_s))
+        # A newer version may lead on where the last try ended.
+        news = asyncio.ensure_future(self._news(pause_s))
         try:
-            await asyncio.wait([gone, rest], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([gone, rest, news], return_when=asyncio.FIRST_COMPLETED)
             if gone.done():
                 raise ReceiverGone("the receiver's process ended.")
         finally:
-            for task in (gone, rest):
+            for task in (gone, rest, news):
                 task.cancel()
-            await asyncio.gather(gone, rest, return_exceptions=True)
+            await asyncio.gather(gone, rest, news, return_exceptions=True)
+
+    async def _news(self, pause_s: float) -> None:
+        """Return when another number is decided; else after the pause."""
+        with contextlib.suppress(DteError):
+            if await self._chain.wait(self._chain.next_version, pause_s):
+                return
+        await asyncio.sleep(pause_s)
 
     def _note_failure(self, engine: Engine, error: DteError) -> None:
         standing = self.standing

@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from app.chain import Chain
 from app.subscriber.cache import ChunkCache
 from clients.rollout.protocol import ChunkBody, TargetBody
 from engine.errors import CodecError, DteError, StateConflict
+from engine.records import DenseRequest, keys, record_bytes
 from engine.records.models import ChunkRef, CommitDecision, TensorDigest
 from transports.errors import ObjectCorrupt, ObjectNotFound, StoreError
 
@@ -28,7 +29,8 @@ class NoSource(StoreError):
 
 @dataclass(frozen=True)
 class Step:
-    """One version to install, or an anchor to start from (`base` None)."""
+    """One version to install, or a complete one to start from: an anchor (`base` None) or a version that is dense
+    everywhere, whatever its base."""
 
     version: int
     step: int
@@ -61,35 +63,53 @@ class Targets:
         """The steps from `base` to `target`; StateConflict if they are not on one chain."""
         return [await self.delta(commit.version) for commit in self.chain.path(base, target)]
 
-    async def resync_plans(self, head: CommitDecision, least: int = 0) -> AsyncIterator[list[Step]]:
-        """Ways to build `head` from nothing that start at version `least` or later, the newest start first."""
+    async def resync_plans(
+        self, head: CommitDecision, least: int = 0, *, failures: list[DteError] | None = None
+    ) -> AsyncIterator[list[Step]]:
+        """Ways to build `head` from nothing that start at version `least` or later, the newest start first. Starts that
+        cannot be read are passed over; their errors go to `failures`."""
         for version in sorted((v for v in await self._starts(head) if v >= least), reverse=True):
-            try:
-                start = await self._start(version)
-                if start is not None:
-                    yield [start, *await self.path(version, head.version)]
-            except (StoreError, CodecError) as error:
-                log.warning("run %s: version %d is no starting point: %s", self.chain.run, version, error)
+            for start in (self._anchored, self._complete):
+                try:
+                    first = await start(version)
+                    if first is not None:
+                        yield [first, *await self.path(version, head.version)]
+                except (StoreError, CodecError) as error:
+                    log.warning("run %s: version %d is no starting point: %s", self.chain.run, version, error)
+                    if failures is not None:
+                        failures.append(error)
 
     async def _starts(self, head: CommitDecision) -> set[int]:
-        """Versions on the head's chain that have an anchor or need no base."""
+        """Versions on the head's chain that have an anchor, need no base, or are dense everywhere."""
         line = self.chain.path(None, head.version)
-        without_base = {commit.version for commit in line if commit.base is None}
-        return without_base | {v for v in await self.chain.anchor_versions() if v in {c.version for c in line}}
+        complete = {commit.version for commit in line if commit.base is None or commit.totals.complete}
+        return complete | {v for v in await self.chain.anchor_versions() if v in {c.version for c in line}}
 
-    async def _start(self, version: int) -> Step | None:
-        commit = await self.chain.full(version)
+    async def _anchored(self, version: int) -> Step | None:
         anchor = await self.chain.anchor(version)
-        if anchor is not None:
-            if digests(anchor.tensors) != digests(commit.tensors):
-                raise CodecError(f"the anchor of version {version} does not have the digests of its decision.")
-            return Step(version, commit.step, None, commit.tensors, None, list(anchor.chunks))
-        if commit.base is not None:
+        if anchor is None:
+            return None
+        commit = await self.chain.full(version)
+        if digests(anchor.tensors) != digests(commit.tensors):
+            raise CodecError(f"the anchor of version {version} does not have the digests of its decision.")
+        return Step(version, commit.step, None, commit.tensors, None, list(anchor.chunks))
+
+    async def _complete(self, version: int) -> Step | None:
+        commit = await self.chain.full(version)
+        if commit.base is not None and not commit.totals.complete:
             return None
         step = await self.delta(version)
         if not step.chunks and commit.totals.dense_tiles:
             return None  # only digests were published: receivers were expected to start from the same checkpoint
-        return step
+        return replace(step, base_tensors=None)
+
+    async def ask_for_dense(self, head: CommitDecision) -> bool:
+        """Ask the trainer for a dense version after `head`, because nothing intact leads to it; False if somebody has
+        asked already."""
+        key = keys.dense_request(self.chain.run, head.version)
+        return await self.chain.store.put_if_absent(
+            key, record_bytes(DenseRequest(run=self.chain.run, version=head.version))
+        )
 
     @asynccontextmanager
     async def local(self, plan: list[Step]) -> AsyncIterator[list[TargetBody]]:

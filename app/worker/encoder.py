@@ -177,5 +177,6 @@ def slice_result(shape: SliceShape, ledger: SliceLedger) -> SliceResult:
         digest=to_hex(add_all(sent)),
         changed=int(level.ranks.size),
         dense_tiles=int(level.dense.sum()),
+        dense_lanes=_dense_lanes(level.dense, ledger.lanes),
         tiles=int(level.dense.size),
     )

@@ -34,6 +34,12 @@ class BaseMoved(StateConflict):
     code = "base-moved"
 
 
+class HoldTimeout(DteError):
+    """A read held the trainer for too long and was given up. Nothing of it is remembered: the step counts as unread."""
+
+    code = "hold-timeout"
+
+
 class WorkerFailed(DteError):
     """An error nobody foresaw in the worker. The request had no effect."""
 
@@ -106,11 +112,14 @@ class Begin(Model):
 
 
 class Read(Model):
-    """Read one step. `base`: the newest commit, which must be the ledger's. Releases the hold when durable."""
+    """Read one step. `base`: the newest commit, which must be the ledger's. Releases the hold when durable. `dense`:
+    every tile of the version goes dense, changed or not. `left_s`: after so many seconds the read is given up."""
 
     op: Literal["read"] = "read"
     sync: SyncRequest
     base: int | None
+    dense: bool = False
+    left_s: float | None = None
 
 
 class ReadDone(Model):
@@ -178,12 +187,18 @@ class Release(Model):
     hold: Count
 
 
+class Detach(Model):
+    """Let go of the trainer's memory. What is in the spool can still be encoded and settled."""
+
+    op: Literal["detach"] = "detach"
+
+
 class Done(Model):
     pass
 
 
 Request = Annotated[
-    Open | Initial | Begin | Read | Encode | Settle | Rebase | Release,
+    Open | Initial | Begin | Read | Encode | Settle | Rebase | Release | Detach,
     Field(discriminator="op"),
 ]
 
@@ -192,6 +207,7 @@ _ERRORS: dict[str, type[DteError]] = {
     for e in (
         BaseMoved,
         CodecError,
+        HoldTimeout,
         InvalidInput,
         LayoutError,
         SharedMemoryError,
@@ -217,6 +233,7 @@ def error_from_json(data: dict[str, str]) -> DteError:
 
 __all__ = [
     "Begin",
+    "Detach",
     "Done",
     "Encode",
     "EncodeDone",

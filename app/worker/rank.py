@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 class RankWorker:
     """Built by `open`; then `initial`, `begin`, `read`, `settle` one at a time, `encode` beside them."""
 
-    def __init__(self, request: p.Open) -> None:
+    def __init__(self, request: p.Open, clock: Callable[[], float] = time.monotonic) -> None:
         self._registration: RankRegistration = request.registration
         self._options = request.options
         self._spool = RankSpool.of_root(request.spool)
@@ -47,10 +47,11 @@ class RankWorker:
         self._ledger: Ledger | None = None
         self._lock = threading.Lock()
         backend = backends.get(self._options.backend, threads=self._options.threads)
-        reader = SliceReader(
-            backend, group_tiles=self._options.group_tiles, dense_fraction=self._options.dense_fraction
+        self._clock = clock
+        self._reader = SliceReader(
+            backend, group_tiles=self._options.group_tiles, dense_fraction=self._options.dense_fraction, clock=clock
         )
-        self._steps = StepReader(self._registration, reader)
+        self._steps = StepReader(self._registration, self._reader)
         self._shapes = self._steps.shapes
 
     # --- opening ---------------------------------------------------------------------------------------------------
@@ -60,10 +61,12 @@ class RankWorker:
         attached, why = True, ""
         try:
             self._control = ControlBlock.open(self._registration.control)
-            inexact = self._steps.attach()
-            for name, detail in inexact.items():
-                log.warning("replay of %s may not drop elements: %s", name, detail)
-            if not self._control.owner_alive():
+            if self._control.owner_alive():
+                inexact = self._steps.attach()
+                for name, detail in inexact.items():
+                    log.warning("replay of %s may not drop elements: %s", name, detail)
+            else:
+                # Not mapped: the next trainer on this node needs the room.
                 attached, why = False, "the trainer process is gone."
         except SharedMemoryError as error:
             attached, why = False, str(error)
@@ -215,6 +218,15 @@ class RankWorker:
                 raise p.BaseMoved(f"this rank's base is version {known.base}, the chain's head {request.base}.")
         if not control.intact(sync.generation, sync.hold):
             return p.ReadDone(revoked=True)
+        if request.left_s is not None:
+            self._reader.until_s = self._clock() + request.left_s
+        try:
+            return self._read_now(request, known, control)
+        finally:
+            self._reader.until_s = None
+
+    def _read_now(self, request: p.Read, known: Ledger, control: ControlBlock) -> p.ReadDone:
+        sync = request.sync
         self._steps.move(sync)
         started = time.monotonic()
         counts: Counter[str] = Counter()
@@ -224,7 +236,9 @@ class RankWorker:
         after = replace(known, step=sync.step, slices=tuple(r.ledger for r in reads))
         timings = {"detect": (time.monotonic() - started) * 1e3}
         if sync.version is not None:
-            done = self._finish_read(after, sync.version, sync.generation, sync.hold, counts, timings)
+            done = self._finish_read(
+                after, sync.version, sync.generation, sync.hold, counts, timings, dense=request.dense
+            )
         else:
             self._save(after)
             self._release(sync.hold)
@@ -251,13 +265,15 @@ class RankWorker:
         hold: int,
         counts: Counter[str],
         timings: dict[str, float],
+        *,
+        dense: bool = False,
     ) -> p.ReadDone:
         """Put `version` in flight: spool its dense lanes, then the ledger, then release. Nothing stays if revoked."""
         control = self._attached()
         started = time.monotonic()
         writer = LanesWriter(self._spool.lanes_file(version))
         try:
-            slices = self._steps.publish(after.slices, writer, counts)
+            slices = self._steps.publish(after.slices, writer, counts, dense=dense)
             if not control.intact(generation, hold):
                 raise TornRead("the hold was revoked")
             writer.finish()
@@ -317,11 +333,17 @@ class RankWorker:
         self._spool.drop_version(request.version)
         return p.Done()
 
-    def close(self) -> None:
-        """Give up all mappings."""
+    def detach(self, _: p.Detach | None = None) -> p.Done:
+        """Let go of the trainer's memory; reads fail from now on."""
         self._steps.close()
         if self._control is not None:
             self._control.close()
+            self._control = None
+        return p.Done()
+
+    def close(self) -> None:
+        """Give up all mappings."""
+        self.detach()
 
 
 def _last_total(s: SliceLedger) -> int:

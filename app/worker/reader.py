@@ -6,13 +6,15 @@ the trainer's generation did not move meanwhile, and otherwise goes on with the 
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from app.worker.lanes import LanesWriter
+from app.worker.protocol import HoldTimeout
 from app.worker.source import SliceSource
 from engine.detect.assemble import without_entries
 from engine.detect.base import TILE, U16, U64, Bool, DetectBackend, Detection, SliceGeometry
@@ -70,17 +72,38 @@ class _Merged:
 class SliceReader:
     """Reads slices of one rank with one backend, `group_tiles` tiles at a time."""
 
-    def __init__(self, backend: DetectBackend, *, group_tiles: int, dense_fraction: float) -> None:
+    def __init__(
+        self,
+        backend: DetectBackend,
+        *,
+        group_tiles: int,
+        dense_fraction: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._backend = backend
         self._group_tiles = group_tiles
         self._dense_fraction = dense_fraction
+        self._clock = clock
+        self.until_s: float | None = None
+        """When, by the clock, a read has held the trainer for too long: then it ends with HoldTimeout."""
+
+    def _groups(self, tiles: int) -> Iterator[tuple[int, int]]:
+        for group in groups(tiles, self._group_tiles):
+            self._in_time()
+            yield group
+
+    def _in_time(self) -> None:
+        if self.until_s is not None and self._clock() >= self.until_s:
+            raise HoldTimeout(
+                "the read held the trainer for longer than hold_timeout_s and was given up.",
+                remedy="The next version carries what changed dense. Give the worker cores (detect_threads), or raise "
+                "hold_timeout_s (DTE_HOLD_TIMEOUT_S).",
+            )
 
     def digests(self, source: SliceSource) -> U64:
         """Digest of every tile of the bits as they are now, U64[T]."""
         shape = source.shape
-        parts = [
-            tile_digests(shape.geometry, source.read_lanes(a, b), a) for a, b in groups(shape.tiles, self._group_tiles)
-        ]
+        parts = [tile_digests(shape.geometry, source.read_lanes(a, b), a) for a, b in self._groups(shape.tiles)]
         return np.concatenate(parts) if parts else np.empty(0, np.uint64)
 
     def compare(self, source: SliceSource, ledger: SliceLedger, step: int, counts: Counter[str]) -> SliceRead:
@@ -108,7 +131,7 @@ class SliceReader:
         assert source.v is not None
         geometry = source.shape.geometry
         parts: list[tuple[Detection, Resolved]] = []
-        for a, b in groups(source.shape.tiles, self._group_tiles):
+        for a, b in self._groups(source.shape.tiles):
             detection = self._backend.detect(
                 formula, ctx, source.theta, source.m, source.v, geometry, a, b, exact_replay=exact_replay
             )
@@ -127,11 +150,11 @@ class SliceReader:
         shape = source.shape
         if previous is None or ledger.digest_last is None:
             read = self.compare(source, ledger, step, counts)
-            lanes = [source.read_lanes(a, b) for a, b in groups(shape.tiles, self._group_tiles)]
+            lanes = [source.read_lanes(a, b) for a, b in self._groups(shape.tiles)]
             full = np.concatenate(lanes) if lanes else np.empty(0, np.uint16)
             return replace(read, snapshot_full=full)
         parts: list[tuple[Detection, Resolved]] = []
-        for a, b in groups(shape.tiles, self._group_tiles):
+        for a, b in self._groups(shape.tiles):
             before = previous[a * TILE : b * TILE]
             detection = _difference(before, source.read_lanes(a, b), shape.geometry, a)
             resolved = resolve(detection, ledger.digest_last[a:b], shape.geometry)
@@ -159,25 +182,33 @@ class SliceReader:
         return SliceRead(replace(ledger, step=step, digest_last=joined.digest, pending=pending))
 
     def publish(
-        self, source: SliceSource, ledger: SliceLedger, writer: LanesWriter, counts: Counter[str]
+        self,
+        source: SliceSource,
+        ledger: SliceLedger,
+        writer: LanesWriter,
+        counts: Counter[str],
+        *,
+        dense: bool = False,
     ) -> SliceLedger:
         """Move what is pending in flight, and spool the lanes of its dense tiles from memory as it is now.
 
         The delta of every other tile must explain the whole way from the base's digest to the present one; a tile where
-        it does not goes dense. TornRead if memory is not what the read just saw.
+        it does not goes dense. `dense`: every tile goes dense, changed or not. TornRead if memory is not what the read
+        just saw.
         """
         assert ledger.digest_last is not None
-        level = self._proven(source, ledger, counts)
+        level = empty(source.shape.tiles, dense=True) if dense else self._proven(source, ledger, counts)
         geometry = source.shape.geometry
-        dense = np.flatnonzero(level.dense)
-        for a, b in _tile_runs(dense, self._group_tiles):
+        tiles = np.flatnonzero(level.dense)
+        for a, b in _tile_runs(tiles, self._group_tiles):
+            self._in_time()
             lanes = source.read_lanes(a, b)
             seen = tile_digests(geometry, lanes, a)
             if not np.array_equal(seen, ledger.digest_last[a:b]):
                 raise TornRead(f"slice {ledger.slice}, tiles {a} to {b}")
             writer.put(lanes)
         counts["entries"] += int(level.ranks.size)
-        counts["dense_tiles"] += int(dense.size)
+        counts["dense_tiles"] += int(tiles.size)
         return replace(ledger, in_flight=level, digest_sent=ledger.digest_last, pending=empty(source.shape.tiles))
 
     def _proven(self, source: SliceSource, ledger: SliceLedger, counts: Counter[str]) -> Level:

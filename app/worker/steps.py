@@ -64,11 +64,13 @@ class StepReader:
         ]
 
     def publish(
-        self, ledgers: tuple[SliceLedger, ...], writer: LanesWriter, counts: Counter[str]
+        self, ledgers: tuple[SliceLedger, ...], writer: LanesWriter, counts: Counter[str], *, dense: bool = False
     ) -> tuple[SliceLedger, ...]:
-        """Every slice with what is pending in flight, its dense lanes given to `writer`. TornRead as in SliceReader."""
+        """Every slice with what is pending (`dense`: with every tile) in flight, its dense lanes given to `writer`.
+        TornRead as in SliceReader."""
         return tuple(
-            self._reader.publish(source, s, writer, counts) for source, s in zip(self._sources, ledgers, strict=True)
+            self._reader.publish(source, s, writer, counts, dense=dense)
+            for source, s in zip(self._sources, ledgers, strict=True)
         )
 
     def keep(self, reads: list[SliceRead]) -> None:

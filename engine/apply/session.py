@@ -198,7 +198,7 @@ class Applier:
         self._forget()
 
     def resync(self, targets: Sequence[Target], before_write: Callable[[], None] = lambda: None) -> dict[str, int]:
-        """Overwrite the weights with `targets[0]` (dense, no base) and the deltas that follow it. No undo.
+        """Overwrite the weights with `targets[0]` (every lane dense) and the deltas that follow it. No undo.
 
         All files are read and checked before `before_write` is called and the first lane is written. Returns this
         rank's digests afterwards; WrongResult if those of whole tensors are not the last target's (phase rewriting).
@@ -231,8 +231,8 @@ class Applier:
 
     def _check_chain(self, targets: Sequence[Target]) -> dict[str, LiveTensor]:
         """Read every chunk without writing: damage, ranges, uniqueness, completeness of the first target."""
-        if not targets or targets[0].base is not None:
-            raise InvalidInput("a resync starts with a version or an anchor that needs no base.")
+        if not targets:
+            raise InvalidInput("a resync needs a version or an anchor to start with.")
         for earlier, later in itertools.pairwise(targets):
             if later.base != earlier.version:
                 raise InvalidInput(f"version {later.version} is based on {later.base}, not on {earlier.version}.")
@@ -253,6 +253,9 @@ class Applier:
             for name, parts in seen.items():
                 check_unique(name, np.sort(np.concatenate(parts)))
             if number == 0:
+                # Its base, if it has one, is not here: only what needs none may be in it.
+                if seen:
+                    raise CodecError(f"version {target.version} is no start: it carries differences.")
                 short = [n for n, live in selected.items() if dense[n] != live.held]
                 if short:
                     raise CodecError(f"version {target.version} does not carry all of {_names(short)}.")

@@ -27,8 +27,8 @@ class Target:
     """One version of a run.
 
     `tensors`: every canonical tensor with its digest at this version. `base_digests`: the same of the base, hex by
-    name; None only where there is no base. A delta (`base` not None) needs the base's weights to be live; a version or
-    anchor without base must carry every lane dense.
+    name; None where there is no base, or in a resync. A delta (`base` not None) needs the base's weights to be live; a
+    version or anchor without base must carry every lane dense, and so must the first target of a resync.
     """
 
     run: str

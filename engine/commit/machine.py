@@ -24,7 +24,6 @@ from engine.records import (
     Totals,
 )
 
-TILE_LANES = 1 << 16
 _MASK = 2**64 - 1
 
 
@@ -155,13 +154,13 @@ def _tensor_digests(state: ChainState, launch: LaunchView, entries: list[PartEnt
 
 
 def _totals(launch: LaunchView, entries: list[PartEntry]) -> Totals:
-    slices = [(s, launch.slices[w][s.slice][1]) for w, e in enumerate(entries) for s in e.part.slices]
+    slices = [s for e in entries for s in e.part.slices]
     chunks = [c for e in entries for c in e.part.chunks]
     return Totals(
         elements=launch.elements,
-        changed=sum(s.changed for s, _ in slices),
-        dense_tiles=sum(s.dense_tiles for s, _ in slices),
-        dense_lanes=sum(min(lanes, s.dense_tiles * TILE_LANES) for s, lanes in slices),
+        changed=sum(s.changed for s in slices),
+        dense_tiles=sum(s.dense_tiles for s in slices),
+        dense_lanes=sum(s.dense_lanes for s in slices),
         chunks=len(chunks),
         bytes=sum(c.size_bytes for c in chunks),
     )

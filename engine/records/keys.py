@@ -76,6 +76,20 @@ def latest(run: str) -> str:
     return f"runs/{run}/latest.json"
 
 
+def requests_prefix(run: str) -> str:
+    return f"runs/{run}/requests/"
+
+
+def dense_request(run: str, version: int) -> str:
+    return f"runs/{run}/requests/dense-{version}.json"
+
+
+def parse_dense_request(key: str) -> int | None:
+    """The version a request for a dense version was made at; None if the key is not such a request's."""
+    m = re.search(r"/requests/dense-(0|[1-9]\d{0,18})\.json$", key)
+    return None if m is None else int(m[1])
+
+
 def parse_part(key: str) -> tuple[int, int]:
     """(epoch, writer) of a part key; InvalidInput if it is not one."""
     m = re.search(r"/parts/(\d+)-(\d+)\.json$", key)

@@ -96,7 +96,8 @@ class ChunkRef(Record):
 
 class SliceResult(Record):
     """What one writer's slice went through between base and version. `digest_base` is null when it is not known,
-    which is allowed only when every tile of the tensor is dense."""
+    which is allowed only when every tile of the tensor is dense. `dense_lanes`: lanes in the dense tiles (the last
+    tile of a slice may be short)."""
 
     slice: Count
     tensor: TensorName
@@ -104,6 +105,7 @@ class SliceResult(Record):
     digest: Digest
     changed: Count
     dense_tiles: Count
+    dense_lanes: Count
     tiles: Count
 
 
@@ -148,6 +150,16 @@ class Totals(Record):
     dense_lanes: Count
     chunks: Count
     bytes: Count
+
+    @property
+    def changed_fraction(self) -> float:
+        """Share of the model's lanes that are sparse entries. Of lanes in dense tiles nobody knows which changed."""
+        return self.changed / self.elements if self.elements else 0.0
+
+    @property
+    def complete(self) -> bool:
+        """True when every lane of the model is in a dense tile: the version can be had without its base."""
+        return self.dense_lanes >= self.elements > 0
 
 
 class CommitDecision(Record):
@@ -208,6 +220,15 @@ class AnchorRecord(Record):
     tensors: list[TensorDigest]
     chunks: list[ChunkRef]
     hmac: Sha256 | None = None
+
+
+class DenseRequest(Record):
+    """`requests/dense-<version>.json`: a receiver found nothing intact that leads to `version`, the head, and asks for
+    the next version to be dense. Equal for all who ask."""
+
+    schema_version: Literal[1] = SCHEMA
+    run: RunId
+    version: Count
 
 
 class LatestHint(Record):

@@ -126,6 +126,7 @@ class Trainer:
                         digest=self.digest(name, blocks, now),
                         changed=len(ranks),
                         dense_tiles=tiles if dense else 0,
+                        dense_lanes=now.size if dense else 0,
                         tiles=tiles,
                     )
                 )

@@ -163,3 +163,16 @@ async def test_moved_memory_is_followed(rig: Rig) -> None:
     await rig.sync()
     rig.expected.setdefault(0, trainer.bits())
     await rig.check(1, 2)
+
+
+async def test_the_changed_fraction_is_observed_once_a_version(rig: Rig) -> None:
+    await rig.register()
+    rig.trainer.step()
+    (job,) = await rig.sync()
+    assert job.state is JobState.COMMITTED
+    await rig.chain.refresh()
+    registry = rig.role.node.metrics.registry
+    assert registry.get_sample_value("dte_changed_fraction_count") == 2
+    fractions = [c.totals.changed_fraction for c in rig.chain.commits()]
+    assert registry.get_sample_value("dte_changed_fraction_sum") == pytest.approx(sum(fractions))
+    assert fractions[0] == 0 < fractions[1]

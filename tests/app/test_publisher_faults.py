@@ -6,7 +6,7 @@ import asyncio
 import os
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -232,3 +232,109 @@ async def test_a_resumed_launch_supersedes_and_rewinds(tmp_path: Path, trainer: 
     finally:
         resumed.close()
         other.close()
+
+
+async def test_a_read_that_holds_the_trainer_too_long_is_given_up(tmp_path: Path, trainer: ScriptedTrainer) -> None:
+    async with publisher(tmp_path, hold_timeout_s=1e-9) as role:
+        rig = Rig(role, trainer)
+        await rig.register()
+        trainer.step()
+        (job,) = await rig.sync()
+        assert job.state is JobState.FAILED
+        assert job.problem is not None
+        assert job.problem.type == "urn:dte:problem:hold-timeout"
+        assert "hold_timeout_s" in job.problem.remedy
+        assert role.node.degraded.snapshot()["read-revoked"] == 1
+        session = role.session(trainer.run, 0)
+        await session.state.until(lambda: not session._busy and session.state.undecided is None, 60)
+    async with publisher(tmp_path) as role:
+        rig = rig.moved_to(role)
+        session = role.session(trainer.run, 0)
+        await session.state.until(lambda: session._ready, 60)
+        trainer.step()
+        (job,) = await rig.sync()
+        assert job.state is JobState.COMMITTED
+        assert job.detail["dense_tiles"] > 0, "the step given up counts as unread"
+        await rig.check(0, job.version or -1)
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    """Another process or task gets there; nobody tells."""
+    async with asyncio.timeout(60):
+        while not reached():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def maps(pid: int, trainer: ScriptedTrainer) -> bool:
+    """Whether the process has the trainer's memory mapped."""
+    return trainer._file.name in Path(f"/proc/{pid}/maps").read_text()
+
+
+async def test_a_dead_trainers_memory_is_free_before_its_last_version_is_uploaded(
+    tmp_path: Path, trainer: ScriptedTrainer
+) -> None:
+    async with publisher(tmp_path) as role:
+        rig = Rig(role, trainer)
+        await rig.register()
+        session = role.session(trainer.run, 0)
+        await session.state.look()
+        assert session.state.ended is None, "it lives"
+        rig.store.away = {"chunks"}
+        trainer.step()
+        (posted,) = await rig.post(await rig.cut())
+        await rig.until(posted, JobState.UPLOADING)
+        pid = rig.worker_pid()
+        assert maps(pid, trainer)
+        trainer.ranks[0].control._file.close()  # its lock is free now; the names stay, as after a SIGKILL
+        await session.state.look()
+        with pytest.raises(StateConflict, match="process has ended"):
+            await session.cut()
+        await until(lambda: not maps(pid, trainer))
+        rig.store.away = set()
+        assert (await rig.final(posted)).state is JobState.COMMITTED
+        await rig.check()
+        assert session._main is not None
+        await session._main
+        assert session.worker_pid is None
+        assert not (tmp_path / "data" / "spool" / trainer.run).exists()
+
+
+async def test_a_rank_whose_trainer_dies_before_the_others_come_ends(tmp_path: Path) -> None:
+    trainer = ScriptedTrainer(world=2)
+    try:
+        async with publisher(tmp_path) as role:
+            rig = Rig(role, trainer)
+            job = await role.register(trainer.registration(0))
+            await rig.until(job, JobState.READING)
+            trainer.ranks[0].control._file.close()
+            session = role.session(trainer.run, 0)
+            await session.state.look()
+            job = await rig.final(job)
+            assert job.state is JobState.FAILED
+            assert job.problem is not None
+            assert job.problem.type == "urn:dte:problem:trainer-gone"
+            assert session._main is not None
+            await session._main
+            assert session.worker_pid is None
+    finally:
+        trainer.close()
+
+
+async def test_a_rank_that_a_smaller_new_world_has_no_longer_winds_up(tmp_path: Path) -> None:
+    wide, narrow = ScriptedTrainer(world=2), ScriptedTrainer(world=1)
+    try:
+        async with publisher(tmp_path) as role:
+            await Rig(role, wide).register()
+            left = role.session(wide.run, 1)
+            await Rig(role, narrow).register()
+            await left.state.look()
+            assert left.state.ended is not None
+            assert left.state.ended.code == "launch-ended"
+            assert left._main is not None
+            await left._main
+            assert left.worker_pid is None
+            assert not (tmp_path / "data" / "spool" / wide.run / wide.launch / "1").exists()
+            assert role.session(narrow.run, 0).state.ended is None
+    finally:
+        wide.close()
+        narrow.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -42,8 +43,8 @@ class Bench:
             p.Begin(epoch=1, version=0, base=None, differs=differs, generation=r.generation, hold=r.hold)
         )
 
-    def read(self, version: int | None, **changes: object) -> p.ReadDone:
-        return self.worker.read(p.Read(sync=self.trainer.sync(version, **changes), base=self.base))
+    def read(self, version: int | None, *, dense: bool = False, **changes: object) -> p.ReadDone:
+        return self.worker.read(p.Read(sync=self.trainer.sync(version, **changes), base=self.base, dense=dense))
 
     def settle(self, version: int, *, committed: bool = True, dense: bool = False) -> None:
         self.worker.settle(p.Settle(version=version, committed=committed, dense=dense))
@@ -196,3 +197,89 @@ def test_a_trainer_that_is_gone_can_still_be_published(bench: Bench) -> None:
     bench.settle(0)
     with pytest.raises(StateConflict, match="not mapped"):
         bench.read(None)
+
+
+def mapped(name: str) -> bool:
+    return name in Path("/proc/self/maps").read_text()
+
+
+def test_a_dense_version_is_dense_everywhere_and_says_how_many_lanes_that_are(bench: Bench) -> None:
+    bench.begin()
+    bench.settle(0)
+    # No step, no change.
+    bench.trainer.step_number += 1
+    done = bench.read(1, dense=True)
+    assert done.published == 1
+    slices = bench.chunks(1)[1].slices
+    lanes = [s.lanes for s in bench.ledger.slices]
+    assert [(s.dense_tiles, s.dense_lanes) for s in slices] == [
+        (s.tiles, n) for s, n in zip(slices, lanes, strict=True)
+    ]
+    assert all(s.digest_base is not None for s in slices)
+    bench.settle(1)
+    bench.trainer.step()
+    assert bench.read(2).detail["dense_tiles"] == 0
+
+
+def test_a_short_last_tile_counts_its_own_lanes(bench: Bench) -> None:
+    bench.begin()
+    bench.settle(0)
+    known = bench.ledger
+    embed = known.slices[0]
+    pending = replace(embed.pending, dense=np.array([False, True]))
+    bench.tamper(replace(known, slices=(replace(embed, pending=pending), *known.slices[1:])))
+    bench.trainer.step()
+    bench.read(1)
+    first = bench.chunks(1)[1].slices[0]
+    assert (first.dense_tiles, first.dense_lanes) == (1, embed.lanes - 65536)
+
+
+@pytest.mark.parametrize("calls", [1, 2, 8])
+def test_a_read_that_takes_too_long_is_given_up_and_leaves_no_trace(bench: Bench, calls: int) -> None:
+    """The clock runs out at the start, in the middle, or while the dense lanes are spooled."""
+    bench.begin()
+    bench.settle(0)
+    bench.trainer.step()
+    before = (bench.root / "ledger.dtl").read_bytes()
+    ticks = iter([0.0] * calls + [100.0] * 1000)
+    bench.worker._reader._clock = bench.worker._clock = lambda: next(ticks)
+    with pytest.raises(p.HoldTimeout) as given_up:
+        bench.worker.read(p.Read(sync=bench.trainer.sync(1), base=0, dense=True, left_s=10.0))
+    assert "hold_timeout_s" in given_up.value.remedy
+    assert (bench.root / "ledger.dtl").read_bytes() == before
+    assert sorted(f.name for f in bench.root.iterdir()) == ["ledger.dtl"]
+    # Without a limit the same worker goes on; nothing of the read given up is remembered.
+    assert bench.read(1).published == 1
+
+
+def test_it_lets_go_of_the_trainers_memory(bench: Bench) -> None:
+    name = bench.trainer._file.name
+    bench.begin()
+    bench.trainer.close()
+    bench.trainer.optimizer = None
+    for rank in bench.trainer.ranks:
+        rank.pieces.clear()
+    gc.collect()
+    assert mapped(name)
+    bench.worker.detach()
+    gc.collect()
+    assert not mapped(name)
+    assert bench.chunks(0)[1].chunks > 0
+    bench.settle(0)
+
+
+def test_a_dead_trainers_memory_is_not_mapped(bench: Bench) -> None:
+    bench.begin()
+    opened = [bench.trainer._file.name, bench.trainer.ranks[0].control.name]
+    bench.worker.close()
+    bench.trainer._file.close()
+    bench.trainer.ranks[0].control.close()  # their locks are free now; the names stay, as after a SIGKILL
+    for rank in bench.trainer.ranks:
+        rank.pieces.clear()
+    bench.trainer.optimizer = None
+    gc.collect()
+    assert not any(mapped(name) for name in opened)
+    bench.again()
+    assert (bench.opened.attached, bench.opened.why) == (False, "the trainer process is gone.")
+    gc.collect()
+    assert not mapped(opened[0])

@@ -24,7 +24,7 @@ from engine.apply import (
 )
 from engine.codec.chunk import ChunkHeader
 from engine.detect.base import TILE
-from engine.errors import CodecError, DteError, InvalidInput, LayoutError, StateConflict
+from engine.errors import CodecError, DteError, LayoutError, StateConflict
 from engine.layout.algebra import contiguous, identity
 from engine.layout.blocks import Block, Layout
 from engine.records import TensorMeta
@@ -319,6 +319,21 @@ def test_resync_from_a_dense_version_and_deltas(tmp_path: Path, base: State) -> 
     assert applier.version == 2
 
 
+def test_resync_from_a_version_with_a_base_that_is_dense_everywhere(tmp_path: Path, base: State) -> None:
+    one = stepped(base, 1)
+    two = stepped(one, 2)
+    names = [m.name for m in METAS]
+    plan = [
+        local_target(tmp_path, METAS, one, base, version=1, writers=2, dense=names),
+        local_target(tmp_path, METAS, two, one, version=2),
+    ]
+    memory = Memory(random_state(99))
+    applier = Applier(memory.live())
+    applier.resync([dataclasses.replace(plan[0], base_digests=None), plan[1]])
+    applier.finalize(2)
+    assert memory.equals(two)
+
+
 def test_a_damaged_resync_writes_nothing_and_a_wrong_one_stays_dirty(tmp_path: Path, base: State, new: State) -> None:
     start = random_state(99)
     memory = Memory(start)
@@ -329,8 +344,10 @@ def test_a_damaged_resync_writes_nothing_and_a_wrong_one_stays_dirty(tmp_path: P
         applier.resync(
             [dense, dataclasses.replace(delta, chunks=(dataclasses.replace(delta.chunks[0], sha256="0" * 64),))]
         )
-    with pytest.raises(InvalidInput):
+    with pytest.raises(CodecError, match="no start"):
         applier.resync([delta])
+    with pytest.raises(CodecError, match="not carry all"):
+        applier.resync([local_target(tmp_path, METAS, new, base, dense=[m.name for m in METAS[1:]], chunks=())])
     assert memory.equals(start)
     assert applier.phase is Phase.CLEAN
     with pytest.raises(WrongResult):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import permutations
 
 import pytest
@@ -289,3 +290,18 @@ def test_slices_must_cover_each_tensor_exactly_once():
     twice = RECORDS[1].model_copy(update={"slices": RECORDS[0].slices})
     with pytest.raises(LayoutError, match=r"w.*\[0, 8\).*rank 0 and rank 1"):
         prove_cover([RECORDS[0], twice])
+
+
+def test_dense_lanes_are_counted_exactly_and_all_of_them_make_a_version_complete():
+    parts = first_parts()
+    commit = decide(ChainState(), EPOCH, LAUNCH, parts).decision
+    assert commit.totals.complete
+    short = {
+        w: dataclasses.replace(e, part=e.part.model_copy(update={"slices": [
+            s.model_copy(update={"dense_lanes": 3, "dense_tiles": 1, "tiles": 1}) for s in e.part.slices
+        ]}))
+        for w, e in parts.items()
+    }  # fmt: skip
+    totals = decide(ChainState(), EPOCH, LAUNCH, short).decision.totals
+    assert totals.dense_lanes == 3 * sum(len(e.part.slices) for e in parts.values())
+    assert not totals.complete

@@ -87,6 +87,7 @@ def part(
                 digest=digest_of(new[name]),
                 changed=0 if dense or was == new[name] else 1,
                 dense_tiles=int(dense),
+                dense_lanes=LANES if dense else 0,
                 tiles=1,
             )
             for i, name in enumerate(sorted(new))

@@ -155,6 +155,7 @@ class Tables:
                     digest=digest(now),
                     changed=len(sparse),
                     dense_tiles=len(dense),
+                    dense_lanes=len(dense),
                     tiles=len(now),
                 )
             ],

@@ -10,6 +10,7 @@ from typing import Any
 
 from app.chain import Chain
 from app.chains import Chains
+from app.decision_events import observer
 from app.main import build_node
 from app.roles.base import Node
 from app.roles.publisher import PublisherRole
@@ -169,7 +170,10 @@ def faulty_node(settings: Settings) -> tuple[Node, FaultyStore]:
     """A node whose store can be taken away."""
     node = build_node(settings)
     store = FaultyStore(node.store)
-    chains = Chains(lambda run: Chain(run, store, poll_interval_s=settings.poll_interval_s), settings.run)
+    watch = observer(node.events, node.metrics)
+    chains = Chains(
+        lambda run: Chain(run, store, poll_interval_s=settings.poll_interval_s, observer=watch), settings.run
+    )
     return replace(node, store=store, chains=chains), store
 
 

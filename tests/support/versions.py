@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from engine.apply import ChunkFile, Target
 from engine.codec.chunk import ChunkHeader, ChunkItem, encode
-from engine.detect.base import TILE, tile_count
+from engine.detect.base import tile_count
 from engine.digest import DigestKey, digest_array, to_hex
 from engine.layout.algebra import contiguous, to_json
 from engine.layout.blocks import Layout
@@ -144,7 +144,7 @@ class Publisher:
     ) -> CommitDecision:
         """Commit `state`; the tensors in `dense` (all, for the first version) are sent whole."""
         base = None if self.head is None else self.states[self.head.version]
-        parts, changed_lanes, dense_tiles, sizes = [], 0, 0, []
+        parts, changed_lanes, dense_tiles, dense_lanes, sizes = [], 0, 0, 0, []
         step = self.next if step is None else step
         for writer in range(self.writers):
             items, results = [], []
@@ -166,11 +166,13 @@ class Publisher:
                         digest=to_hex(digest_array(key, state[meta.name][mine], start)),
                         changed=it.ranks.size,
                         dense_tiles=it.dense_tiles.size,
+                        dense_lanes=it.dense_bits.size,
                         tiles=tile_count(it.lanes),
                     )
                 )
                 changed_lanes += it.ranks.size
                 dense_tiles += it.dense_tiles.size
+                dense_lanes += it.dense_bits.size
             items = [it for it in items if it.ranks.size or it.dense_tiles.size]
             refs = [] if without_chunks or not items else [await self._put_chunk(self.next, writer, items)]
             sizes += [r.size_bytes for r in refs]
@@ -188,7 +190,7 @@ class Publisher:
             base=None if self.head is None else self.head.version, rewound=bool(set(dense)), parts=parts,
             tensors=self.digests(state), created_ms=0,
             totals=Totals(elements=total, changed=changed_lanes, dense_tiles=dense_tiles,
-                          dense_lanes=min(total, dense_tiles * TILE), chunks=len(sizes), bytes=sum(sizes)),
+                          dense_lanes=dense_lanes, chunks=len(sizes), bytes=sum(sizes)),
         )  # fmt: skip
         self.states[self.next] = {n: v.copy() for n, v in state.items()}
         self.head = decision
