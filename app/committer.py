@@ -82,12 +82,14 @@ class Committer:
         if await self._store.put_if_absent(key, record_bytes(record)):
             return record
         standing = await self._launch_record(key)
-        if standing is None or _shape_of(standing) != _shape_of(record):
-            raise StateConflict(
-                f"rank {record.rank} of launch {record.launch!r} registered before with other tensors or slices.",
-                remedy="Give every start of the job a new launch identifier.",
-            )
-        return standing
+        if standing is None:
+            raise _other_shape(record)
+        return _same_shape(standing, record)
+
+    async def announced(self, record: LaunchRecord) -> LaunchRecord | None:
+        """The record that stands for a rank, if it announced itself before; StateConflict as in `announce`."""
+        standing = await self._launch_record(keys.launch(self.chain.run, record.launch, record.rank))
+        return None if standing is None else _same_shape(standing, record)
 
     async def try_open(self, launch: str) -> OpenEpoch | None:
         """Open the epoch of `launch`, or find it open; None until all of its ranks have announced themselves.
@@ -280,6 +282,20 @@ def _shape_of(record: LaunchRecord) -> LaunchRecord:
     """The record without what may change while a launch lives."""
     slices = [s.model_copy(update={"digest": "0" * 16}) for s in record.slices]
     return record.model_copy(update={"step": 0, "slices": slices})
+
+
+def _same_shape(standing: LaunchRecord, record: LaunchRecord) -> LaunchRecord:
+    """`standing`, if `record` says the same but for step and digests."""
+    if _shape_of(standing) != _shape_of(record):
+        raise _other_shape(record)
+    return standing
+
+
+def _other_shape(record: LaunchRecord) -> StateConflict:
+    return StateConflict(
+        f"rank {record.rank} of launch {record.launch!r} registered before with other tensors or slices.",
+        remedy="Give every start of the job a new launch identifier.",
+    )
 
 
 def _superseded(record: EpochRecord, by: int) -> StateConflict:

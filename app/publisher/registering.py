@@ -13,6 +13,7 @@ import time
 from app.publisher.flights import Flights
 from app.publisher.opening import Opening, open_epoch
 from app.publisher.rank_state import LaunchEnded, RankState, Revoked
+from app.publisher.rejoining import epoch_joined_before
 from app.publisher.retry import until_stored
 from app.worker import protocol as p
 from app.worker.protocol import SpoolFull
@@ -54,20 +55,17 @@ class Registrar:
         started = time.monotonic()
         initial = await state.link.call(p.Initial(generation=r.generation, hold=r.hold), p.InitialDone)
         if initial.revoked:
-            if state.epoch is not None:
-                await self._begin_unread(job_id)
-                return
-            raise Revoked(
-                "the registration's hold was revoked before every slice was read.",
-                remedy="Keep the trainer held until the registration's job is released; register as a new launch.",
-            )
+            if state.epoch is None:
+                await self._rejoin(job_id)
+            await self._begin_unread(job_id)
+            return
         timings = {"initial": (time.monotonic() - started) * 1e3}
         opening = await open_epoch(state.node, state.chain, state.committer, r, initial.slices, state.check_superseded)
         state.epoch = opening.epoch
         state.update(job_id, epoch=opening.epoch)
         await state.save()
         if opening.moved:
-            state.node.degraded.count("spool-lost", detail=f"{state.name} starts over from the newest version")
+            self._count_lost()
             await self._begin_unread(job_id)
             return
         done = await self._begin(opening)
@@ -84,6 +82,23 @@ class Registrar:
             state.update(job_id, version=done.published)
             self._flights.deliver(job_id, done.published, timings)
             await state.save()
+
+    async def _rejoin(self, job_id: str) -> None:
+        """Find the epoch without a read; Revoked if this rank was never in one."""
+        state = self._state
+        state.epoch = await epoch_joined_before(state.node, state.committer, state.registration, state.check_superseded)
+        if state.epoch is None:
+            raise Revoked(
+                "the registration's hold was revoked before every slice was read.",
+                remedy="Keep the trainer held until the registration's job is released; register as a new launch.",
+            )
+        self._count_lost()
+        state.update(job_id, epoch=state.epoch)
+        await state.save()
+
+    def _count_lost(self) -> None:
+        state = self._state
+        state.node.degraded.count("spool-lost", detail=f"{state.name} starts over from the newest version")
 
     async def _begin(self, opening: Opening) -> p.ReadDone:
         """Set the base and, under the hold, read the first version; without it if the spool has no room."""

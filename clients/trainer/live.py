@@ -47,8 +47,8 @@ class Live:
         self.binding.close()
         self.gate.close()
 
-    def registration(self, run: str, rank: int, world: int, step: int) -> RankRegistration:
-        """`POST /ranks` for the weights as they are after step `step`, under a new hold."""
+    def registration(self, run: str, rank: int, world: int, step: int, *, hold: int) -> RankRegistration:
+        """`POST /ranks` for the weights as they are after step `step`, under `hold`."""
         return RankRegistration(
             run=run,
             launch=self.launch,
@@ -56,7 +56,7 @@ class Live:
             world=world,
             step=step,
             control=self.gate.control.name,
-            hold=self.gate.take(),
+            hold=hold,
             generation=self.gate.control.generation,
             tensors=list({s.meta.name: s.meta for s in self.plan.shards}.values()),
             groups=[FormulaSpec(name=f) for f in self.plan.formulas],

@@ -137,7 +137,7 @@ class TorchSource:
         live = self._move_in(self.launch, self._make_plan())
         try:
             live.watch.install()
-            body = live.registration(self.run, self.rank, self.world, step)
+            body = live.registration(self.run, self.rank, self.world, step, hold=live.gate.take())
             job = self._until_up(lambda: self._daemon.register(body), "register")
             live.gate.posted(job.id)
             self.epoch = self._until_up(
@@ -271,18 +271,14 @@ class TorchSource:
     def _rejoin(self, live: Live, step: int, why: NotFound) -> None:
         """Register again under the same launch at a daemon that has lost its spool; raises `why` if it is not that.
 
-        The epoch goes on. What the daemon had read is lost, so the next version carries this rank's tiles whole.
+        The epoch goes on. What the daemon had read is lost, so the next version carries this rank's tiles whole;
+        nothing is read now, and the trainer is not held.
         """
         if why.problem_code != "unknown-rank":
             raise why
         log.warning("run %s: the daemon has lost rank %d; registering it again.", self.run, self.rank)
-        body = live.registration(self.run, self.rank, self.world, step)
-        try:
-            job = self._until_up(lambda: self._daemon.register(body), "register again")
-        except DteError:
-            live.gate.revoke("the registration could not be posted")
-            raise
-        live.gate.posted(job.id)
+        body = live.registration(self.run, self.rank, self.world, step, hold=live.gate.take_over())
+        live.gate.posted(self._until_up(lambda: self._daemon.register(body), "register again").id)
         live.watch.told()
 
     def _confess(self, missed: SyncRequest) -> None:

@@ -73,6 +73,8 @@ def test_the_rank_registers_again_under_its_launch(daemon: FakeDaemon, net: torc
         assert first is not None
         assert (body.launch, body.rank, body.step) == (first.launch, first.rank, 1)
         assert body.hold > first.hold
+        assert daemon.control is not None
+        assert daemon.control.revoked >= body.hold, "nothing is read now, so the trainer is not held"
         assert body.slices == first.slices
         assert not daemon.syncs
         handle = source.sync(2)
@@ -112,4 +114,3 @@ def test_a_refused_registration_is_said_and_lets_the_trainer_go(daemon: FakeDaem
             source.sync(1)
         with source.mutating():
             pass
-        assert source.stats.revoked == 1
