@@ -285,7 +285,7 @@ async def test_a_dead_trainers_memory_is_free_before_its_last_version_is_uploade
         await rig.until(posted, JobState.UPLOADING)
         pid = rig.worker_pid()
         assert maps(pid, trainer)
-        trainer.ranks[0].control._file.close()  # its lock is free now; the names stay, as after a SIGKILL
+        trainer.ranks[0].control.close()  # its lock is free now; the names stay, as after a SIGKILL
         await session.state.look()
         with pytest.raises(StateConflict, match="process has ended"):
             await session.cut()
@@ -306,7 +306,7 @@ async def test_a_rank_whose_trainer_dies_before_the_others_come_ends(tmp_path: P
             rig = Rig(role, trainer)
             job = await role.register(trainer.registration(0))
             await rig.until(job, JobState.READING)
-            trainer.ranks[0].control._file.close()
+            trainer.ranks[0].control.close()
             session = role.session(trainer.run, 0)
             await session.state.look()
             job = await rig.final(job)
