@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ class Gate:
         self._hold = 0
         self._job: str | None = None
         self._open: set[str] = set()
+        self._pid = os.getpid()
         self.announced = 0
         """Mutations that the trainer announced and that may have written anything."""
 
@@ -94,7 +96,12 @@ class Gate:
             yield
 
     def begin(self, what: str) -> None:
-        """The mutation `what` begins, in a hook. One of the same kind that never ended goes on."""
+        """The mutation `what` begins, in a hook. One of the same kind that never ended goes on.
+
+        In a fork of the trainer hooks do nothing: the words belong to the process that registered.
+        """
+        if os.getpid() != self._pid:
+            return
         self.wait()
         if what not in self._open:
             self._open.add(what)
@@ -102,7 +109,7 @@ class Gate:
 
     def end(self, what: str) -> None:
         """The mutation `what` ends."""
-        if what in self._open:
+        if what in self._open and os.getpid() == self._pid:
             self._open.remove(what)
             self.control.end_mutation()
 

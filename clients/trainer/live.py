@@ -5,7 +5,8 @@ One invariant: what `registration` declares is what the parts here do: the same 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 
 from clients.protocol import FormulaSpec, RankRegistration
 from clients.trainer.binding import Binding
@@ -34,13 +35,19 @@ class SourceStats:
 
 @dataclass(frozen=True)
 class Live:
-    """What exists between `register` and `close`."""
+    """What exists between `register` and `close`, in the process `pid` that registered and in no fork of it."""
 
     launch: str
     plan: Plan
     binding: Binding
     gate: Gate
     watch: Watch
+    pid: int = field(default_factory=os.getpid)
+
+    @property
+    def ours(self) -> bool:
+        """Whether this is the process that registered."""
+        return self.pid == os.getpid()
 
     def drop(self) -> None:
         self.watch.remove()

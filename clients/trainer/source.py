@@ -161,9 +161,11 @@ class TorchSource:
     def close(self, *, unregister: bool = True) -> None:
         """Let a running read finish, say goodbye to the daemon, and remove the files. Idempotent; training may go on.
 
-        Versions already posted are finished by the daemon.
+        Versions already posted are finished by the daemon. In a process forked from the trainer this does nothing.
         """
         live, self._live = self._live, None
+        if live is not None and not live.ours:
+            return
         if live is not None:
             live.gate.wait()
             if unregister:
@@ -380,4 +382,10 @@ class TorchSource:
     def _registered(self) -> Live:
         if self._live is None:
             raise StateConflict("this source is not registered.", remedy="Call register() first.")
+        if not self._live.ours:
+            raise StateConflict(
+                "this process was forked from the trainer, which goes on with the source.",
+                remedy="Use the source in the process that registered it, or give this one a source and a copy of the "
+                "model of its own.",
+            )
         return self._live

@@ -132,7 +132,8 @@ class Line:
         until_s = time.monotonic() + TIMEOUT_S
         while not self.receiver.ready or (self.receiver.version or 0) < version:
             info = next(iter(self.control.receivers()), None)
-            assert (info is None or info.state is not ReceiverState.FAILED) and time.monotonic() < until_s, info
+            assert info is None or info.state is not ReceiverState.FAILED, info
+            assert time.monotonic() < until_s, info
             time.sleep(0.02)
         with self.receiver.serving(TIMEOUT_S):
             assert self.receiver.version == version
