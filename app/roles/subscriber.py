@@ -50,7 +50,7 @@ class SubscriberRole(Role):
 
     async def start(self) -> None:
         await self._cache.open()
-        for registration in await asyncio.to_thread(self._registry.load):
+        for registration in await self._registry.load():
             self._add(registration)
         self._started = True
 
@@ -151,4 +151,4 @@ class SubscriberRole(Role):
 
     async def _save(self) -> None:
         registrations = [r.registration for r in self._receivers.values()]
-        await asyncio.to_thread(self._registry.save, registrations)
+        await self._registry.save(registrations)

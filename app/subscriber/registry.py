@@ -5,6 +5,8 @@ One invariant: the file is replaced whole and durably, or not at all.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -13,6 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import aiofiles
+import aiofiles.os
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from app.degraded import Degraded
@@ -30,29 +34,30 @@ class _File(BaseModel):
 
 @dataclass
 class Registry:
-    """The file at `path`. Blocking: call it from a thread."""
+    """The file at `path`."""
 
     path: Path
     degraded: Degraded
     fence: int = 0
 
-    def load(self) -> list[ReceiverRegistration]:
+    async def load(self) -> list[ReceiverRegistration]:
         """What the last process had registered; sets `fence` above every earlier one and writes it."""
         receivers: list[ReceiverRegistration] = []
         last = 0
         try:
-            known = _File.model_validate_json(self.path.read_bytes())
+            async with aiofiles.open(self.path, "rb") as file:
+                known = _File.model_validate_json(await file.read())
             receivers, last = known.receivers, known.fence
         except FileNotFoundError:
             pass
         except (OSError, ValidationError) as error:
             aside = self.path.with_suffix(".damaged")
             self.degraded.count("receivers-file-damaged", detail=f"moved to {aside}: {error}")
-            if self.path.exists():
-                self.path.replace(aside)
+            with contextlib.suppress(FileNotFoundError):
+                await aiofiles.os.replace(self.path, aside)
         # The clock orders daemons that do not share this file; the file keeps a clock that was set back from harm.
         self.fence = max(last + 1, time.time_ns() // 1_000_000)
-        self.save(receivers)
+        await self.save(receivers)
         return receivers
 
     def next_fence(self) -> int:
@@ -60,21 +65,25 @@ class Registry:
         self.fence = max(self.fence + 1, time.time_ns() // 1_000_000)
         return self.fence
 
-    def save(self, receivers: Iterable[ReceiverRegistration]) -> None:
+    async def save(self, receivers: Iterable[ReceiverRegistration]) -> None:
         """Replace the file."""
         body = {"fence": self.fence, "receivers": [r.model_dump(mode="json") for r in receivers]}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        await aiofiles.os.makedirs(self.path.parent, exist_ok=True)
         temporary = self.path.with_suffix(".tmp")
-        with temporary.open("w") as file:
-            json.dump(body, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.path)
-        directory = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        async with aiofiles.open(temporary, "w") as file:
+            await file.write(json.dumps(body, indent=1))
+            await file.flush()
+            await asyncio.to_thread(os.fsync, file.fileno())
+        await aiofiles.os.replace(temporary, self.path)
+        await asyncio.to_thread(_sync_directory, self.path.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 
 def check_registration(registration: ReceiverRegistration) -> None:

@@ -151,20 +151,20 @@ def test_another_shape_on_a_rank_is_refused() -> None:
         Jigsaw([rank(0, 1, [local(other, None, 48)])], [COLUMNS])
 
 
-def test_the_registry_survives_and_its_fence_only_grows(tmp_path: Path) -> None:
+async def test_the_registry_survives_and_its_fence_only_grows(tmp_path: Path) -> None:
     degraded = Degraded()
     registry = Registry(tmp_path / "receivers.json", degraded)
-    assert registry.load() == []
+    assert await registry.load() == []
     one = ReceiverRegistration(name="a", run="r", sockets=["/x"])
     far = registry.fence + 10**9
     registry.fence = far
-    registry.save([one])
+    await registry.save([one])
     again = Registry(tmp_path / "receivers.json", degraded)
-    assert again.load() == [one]
+    assert await again.load() == [one]
     assert again.fence > far
     (tmp_path / "receivers.json").write_text(json.dumps({"fence": 1}))
-    assert Registry(tmp_path / "receivers.json", degraded).load() == []
-    assert (tmp_path / "receivers.damaged").exists()
+    assert await Registry(tmp_path / "receivers.json", degraded).load() == []
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["receivers.damaged", "receivers.json"]
     assert degraded.snapshot() == {"receivers-file-damaged": 1}
 
 
