@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from app.chain import Chain
+from app.cli.verifying import run_verify
 from app.committer import Committer
 from app.compactor import Compactor
 from app.retention import Retention
@@ -25,6 +28,7 @@ from engine.records import (
     record_bytes,
     sha256_hex,
 )
+from transports.errors import ObjectNotFound
 from transports.store.local import LocalStore
 
 pytestmark = pytest.mark.anyio
@@ -226,6 +230,27 @@ async def test_the_next_anchor_starts_from_the_last_one(trainer, tmp_path):
     record = await c.make(4)
     np.testing.assert_array_equal((await restore(trainer.store, record))["big"], trainer.history[4]["big"].ravel())
     assert [a.version for a in await c._chain.anchors()] == [2, 4]
+
+
+async def test_a_version_that_is_dense_everywhere_is_a_start(trainer, tmp_path, capsys):
+    """The chain behind it may be gone: anchors are made from it, and the run verifies."""
+    await trainer.run(2)
+    for path in (tmp_path / "store" / keys.version_prefix(RUN, 0) / "chunks").iterdir():
+        path.unlink()
+    await trainer.publish(dense=True)
+    trainer.step()
+    await trainer.publish()
+    work = compactor(trainer, tmp_path)
+    await work._chain.refresh()
+    with pytest.raises(ObjectNotFound):
+        await work.make(1)
+    for version in (2, 3):
+        restored = await restore(trainer.store, await work.make(version))
+        for name, value in trainer.history[version].items():
+            assert np.array_equal(restored[name], value.ravel())
+    code = await asyncio.to_thread(run_verify, str(tmp_path / "store"), RUN, None, workdir=tmp_path, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert (code, found["problems"], found["proven"], found["anchors"]) == (0, [], [2, 3], [2, 3])
 
 
 async def test_two_compactors_write_the_same_anchor(trainer, tmp_path):
