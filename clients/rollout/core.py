@@ -245,9 +245,11 @@ class ReceiverCore:
             for target in body.targets:
                 self._check_run(target)
             self._look()
+            tensors = body.targets[-1].tensors
+            targets = [t if t.tensors else t.model_copy(update={"tensors": tensors}) for t in body.targets]
             try:
                 digests = self._applier.resync(
-                    [to_target(t) for t in body.targets], before_write=lambda: self.gate.enter_write(body.wait_s)
+                    [to_target(t) for t in targets], before_write=lambda: self.gate.enter_write(body.wait_s)
                 )
             finally:
                 phase = self._applier.phase

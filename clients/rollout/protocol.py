@@ -143,7 +143,8 @@ class ChunkBody(Model):
 
 
 class TargetBody(Model):
-    """One version (fields of `engine.apply.Target`)."""
+    """One version (fields of `engine.apply.Target`). In a resync all targets but the last may leave `tensors` empty: a
+    run's versions have the same tensors, and only the last one's digests are compared."""
 
     run: RunId
     version: Count
@@ -181,7 +182,7 @@ class Finalize(Model):
 
 
 class Resync(Model):
-    """`targets[0]` is complete (no base), each later one is a delta on the one before."""
+    """`targets[0]` is complete (dense everywhere), each later one is a delta on the one before."""
 
     targets: Annotated[list[TargetBody], Field(min_length=1, max_length=10000)]
     wait_s: WaitS = 600.0
@@ -194,7 +195,11 @@ def pack(message: Model) -> bytes:
     """One frame; CodecError if it would exceed the bound."""
     data = message.model_dump_json().encode()
     if len(data) > MAX_FRAME_BYTES:
-        raise CodecError(f"a message of {len(data)} bytes exceeds the {MAX_FRAME_BYTES} of a frame.")
+        raise CodecError(
+            f"a message of {len(data)} bytes exceeds the {MAX_FRAME_BYTES} of a frame.",
+            remedy="Too many tensors with long names, or too many chunks behind the newest anchor: make anchors more "
+            "often (anchor_every), or larger chunks (chunk_bytes).",
+        )
     return len(data).to_bytes(HEADER_BYTES, "little") + data
 
 
@@ -338,4 +343,8 @@ class ReceiverClient:
         return await self.call("abort", Empty(), Status)
 
     async def resync(self, targets: list[TargetBody], *, wait_s: float = 600.0) -> Digests:
+        """All targets go in one frame, so the tensors are named once: with 100,000 of them each list has some 20 MB."""
+        targets = [t.model_copy(update={"tensors": [], "base_digests": None}) for t in targets[:-1]] + [
+            t.model_copy(update={"base_digests": None}) for t in targets[-1:]
+        ]
         return await self.call("resync", Resync(targets=targets, wait_s=wait_s), Digests)

@@ -14,12 +14,14 @@ import pytest
 import torch
 from torch import nn
 
+from clients.rollout import protocol as p
 from clients.rollout.core import ReceiverCore
 from clients.rollout.gate import Gate
 from clients.rollout.protocol import MAX_FRAME_BYTES, ChunkBody, ReceiverClient, ReceiverError, ReceiverGone, TargetBody
 from clients.rollout.torch import ModuleWeights, TorchReceiver
 from engine.apply import Target
-from engine.errors import InvalidInput, StateConflict
+from engine.errors import CodecError, InvalidInput, StateConflict
+from engine.records import TensorDigest
 from tests.support.receiver_process import Process, TinyModel, dump, load, tiny_metas, tiny_state
 from tests.support.versions import State, changed, local_target
 
@@ -227,6 +229,41 @@ async def test_weights_touched_by_others_lose_their_proof(tmp_path: Path, proces
         await link.finalize(2)
         assert same(process.weights(), next_state(one, 2)), "the new tensor is the one that is written"
     await link.aclose()
+
+
+async def test_a_resync_of_a_hundred_thousand_tensors_fits_into_a_frame(tmp_path: Path) -> None:
+    names = [f"model.layers.{i // 1000}.mlp.experts.{i % 1000}.down_proj.weight" for i in range(100_000)]
+    tensors = [TensorDigest(name=name, shape=(4096, 1536), digest="0" * 16) for name in names]
+    chunk = ChunkBody(path="/x" * 50, sha256="0" * 64, size_bytes=1, raw_bytes=1, entries=1)
+    digests = {t.name: t.digest for t in tensors}
+    plan = [
+        TargetBody(run="r", version=v, step=v, base=v - 1, tensors=tensors, base_digests=digests, chunks=[chunk] * 100)
+        for v in range(1, 33)
+    ]
+    asked = asyncio.Queue[tuple[int, p.Resync]]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        length = p.frame_length(await reader.readexactly(p.HEADER_BYTES))
+        request = p.unpack(p.Request, await reader.readexactly(length))
+        await asked.put((length, p.parse_body(p.Resync, request.body)))
+        result = p.Digests(digests={}, generation=0).model_dump(mode="json")
+        writer.write(p.pack(p.Response(id=request.id, result=result)))
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_unix_server(serve, tmp_path / "s")
+    async with server:
+        link = await ReceiverClient.connect(tmp_path / "s")
+        await link.resync(plan)
+        await link.aclose()
+    length, body = asked.get_nowait()
+    assert length < MAX_FRAME_BYTES / 2
+    assert [len(t.tensors) for t in body.targets] == [0] * 31 + [100_000]
+    assert [len(t.chunks) for t in body.targets] == [100] * 32
+    # What cannot fit says why.
+    with pytest.raises(CodecError, match="exceeds") as refused:
+        p.pack(p.Resync(targets=[t.model_copy(update={"base_digests": None}) for t in plan[:8]]))
+    assert "anchor" in refused.value.remedy
 
 
 async def test_resync_brings_up_any_weights(tmp_path: Path, processes: list[Process]) -> None:
