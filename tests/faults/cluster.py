@@ -73,7 +73,7 @@ class Cluster:
         base = {
             "data_dir": str(self.folder / name),
             "port": self.port(name),
-            "poll_interval_s": 0.05,
+            "poll_interval_s": 0.2,
             "run": RUN,
             "detect_threads": 1,
             "chunk_bytes": 64 << 10,

@@ -28,6 +28,7 @@ _PRELOADED = [
     "clients.trainer",
     "tests.faults.nodes",
     "tests.faults.trainer",
+    "torch._dynamo",
     "torch.distributed",
 ]
 
