@@ -73,19 +73,18 @@ class Local:
 
 def merged(placements: Sequence[Placement]) -> list[Placement]:
     """Placements of one canonical tensor joined where they repeat none of its elements; replicas stay apart."""
-    out: list[Placement] = []
+    kept: dict[str, list[Placement]] = {}
     for placement in placements:
-        for at, other in enumerate(out):
-            if other.tensor != placement.tensor:
-                continue
+        copies = kept.setdefault(placement.tensor.name, [])
+        for at, other in enumerate(copies):
             blocks = sorted((*other.layout.blocks, *placement.layout.blocks), key=lambda b: b.src_offset)
             joined = Layout(tuple(blocks), other.layout.src_numel, other.layout.dst_numel)
             try:
                 prove_disjoint([("", joined)])
             except LayoutError:
                 continue  # a replica
-            out[at] = Placement(placement.tensor, joined)
+            copies[at] = Placement(placement.tensor, joined)
             break
         else:
-            out.append(placement)
-    return out
+            copies.append(placement)
+    return [p for copies in kept.values() for p in copies]

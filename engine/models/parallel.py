@@ -12,7 +12,7 @@ from engine.errors import InvalidInput, LayoutError
 from engine.models.boxes import Range
 
 VOCAB_UNIT = 64
-"""Vocabularies are padded to multiples of this, or of this times the tensor-parallel size where that does not divide."""
+"""Vocabularies are padded to multiples of this, or of this × the tensor-parallel size where that does not divide."""
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,8 @@ class Numbering:
         numbers = torch.arange(int(self.starts[k]), int(self.starts[k + 1]), dtype=torch.int64)
         values = (numbers // BASE**digit) % BASE + 1
         tag = values.to(torch.uint8).view(torch.int8) if meta.dtype == "int8" else values.to(_TORCH[meta.dtype])
-        return tag.reshape(tuple(meta.shape))
+        shaped: torch.Tensor = tag.reshape(tuple(meta.shape))
+        return shaped
 
     def pattern(self, k: int, seed: int) -> torch.Tensor:
         """Tensor `k` filled with the bits that `pattern_words` gives its elements."""
