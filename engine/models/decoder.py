@@ -50,7 +50,7 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen3ForCausalLM": Family(qkv_bias="attention_bias", o_bias="attention_bias", qk_norm=True),
     "Qwen3MoeForCausalLM": Family(
         qkv_bias="attention_bias", o_bias="attention_bias", qk_norm=True,
-        block="mlp", experts_key="num_experts", expert_width_key="moe_intermediate_size",
+        refuse=("mlp_only_layers",), block="mlp", experts_key="num_experts", expert_width_key="moe_intermediate_size",
     ),
     "MixtralForCausalLM": Family(
         block="block_sparse_moe", experts_key="num_local_experts", expert_width_key="intermediate_size",
@@ -77,6 +77,8 @@ class Decoder:
         for key in family.refuse:
             if config.get(key):
                 raise InvalidInput(f"no table covers {key}.", remedy="Probe the engine's loader.")
+        if config.get("decoder_sparse_step", 1) != 1:
+            raise InvalidInput("no table covers layers of which only some have experts.", remedy="Probe the loader.")
         self._hidden = self._int("hidden_size")
         self._heads = self._int("num_attention_heads")
         self._kv_heads = int(config.get("num_key_value_heads") or self._heads)
@@ -89,7 +91,7 @@ class Decoder:
         for n in range(self._int("num_hidden_layers")):
             layer = f"model.layers.{n}"
             self._attention(f"{layer}.self_attn")
-            if self._is_sparse(n):
+            if self._family.block is not None:
                 self._experts(f"{layer}.{self._family.block}")
             else:
                 self._mlp(f"{layer}.mlp")
@@ -149,13 +151,6 @@ class Decoder:
                 w2.put(meta, ((0, hidden), (lo, hi)), (e - first, 0, 0))
         self._add(w13)
         self._add(w2)
-
-    def _is_sparse(self, layer: int) -> bool:
-        if self._family.block is None:
-            return False
-        dense = self._config.get("mlp_only_layers") or []
-        step = int(self._config.get("decoder_sparse_step") or 1)
-        return layer not in dense and (layer + 1) % step == 0
 
     # --- kinds of parameters -------------------------------------------------------------------------------------
 

@@ -93,7 +93,7 @@ def by_slicing(c: dict[str, Any], tag: Tagged, tp_rank: int, tp: int, ep_rank: i
                 out[f"{at}.{norm}.weight"] = tag(f"{at}.{norm}.weight", HEAD)
         for norm in ("input_layernorm", "post_attention_layernorm"):
             out[f"{layer}.{norm}.weight"] = tag(f"{layer}.{norm}.weight", HIDDEN)
-        if moe and n not in c.get("mlp_only_layers", ()):
+        if moe:
             at = f"{layer}.{moe}"
             out[f"{at}.gate.weight"] = tag(f"{at}.gate.weight", EXPERTS, HIDDEN)
             if stacked:
@@ -143,7 +143,7 @@ MODELS = [
     config("MistralForCausalLM", num_key_value_heads=2),
     config("Qwen2ForCausalLM", num_key_value_heads=8),
     config("Qwen3ForCausalLM", num_key_value_heads=1),
-    config("Qwen3MoeForCausalLM", mlp_only_layers=[1]),
+    config("Qwen3MoeForCausalLM", num_key_value_heads=2, decoder_sparse_step=1),
     config("Qwen3MoeForCausalLM"),
     config("MixtralForCausalLM"),
 ]
@@ -202,6 +202,8 @@ def test_the_dtype_is_the_configurations() -> None:
         ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"dtype": "float4"}, "float4"),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [1]}, "mlp_only_layers"),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 2}, "only some"),
     ],
 )
 def test_what_has_no_table_is_refused(change: dict[str, Any], says: str) -> None:

@@ -3,7 +3,8 @@
     python -m tests.support.sglang_layouts MODEL_DIRECTORY TP EP PORT OUT_DIRECTORY
 
 One process a rank builds the model (dummy weights), asks the rule table, probes the engine's loader, and loads random
-bits; `OUT_DIRECTORY/<rank>.json` says where the three disagree. MODEL_DIRECTORY needs only a config.json.
+bits; `OUT_DIRECTORY/<rank>.json` says where the three disagree. MODEL_DIRECTORY needs only a config.json. With a
+tensors.json beside it (name, shape, dtype of every canonical tensor) the probe stands in for the table.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ def compare(model: str, rank: int, tp: int, ep: int, port: int, out: str) -> Non
     from engine.models import layouts_for
     from engine.probe import memory_of, probe
     from engine.probe.tags import Numbering, pattern_words, read_words
+    from engine.records import TensorMeta
 
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
@@ -73,9 +75,13 @@ def compare(model: str, rank: int, tp: int, ep: int, port: int, out: str) -> Non
 
     parallel = get_parallel()
     config = json.loads((Path(model) / "config.json").read_text())
-    tables = [layouts_for(config, r, tp, r // (tp // ep), ep) for r in range(tp)]
-    table = layouts_for(config, parallel.tp_rank, parallel.tp_size, parallel.moe_ep_rank, parallel.moe_ep_size)
-    metas = list({p.tensor.name: p.tensor for t in tables for ps in t.values() for p in ps}.values())
+    listed = Path(model) / "tensors.json"
+    if listed.exists():
+        rows = json.loads(listed.read_text())
+        metas = [TensorMeta(name=name, shape=shape, dtype=dtype) for name, shape, dtype in rows]
+    else:
+        tables = [layouts_for(config, r, tp, r // (tp // ep), ep) for r in range(tp)]
+        metas = list({p.tensor.name: p.tensor for t in tables for ps in t.values() for p in ps}.values())
 
     def load(named: Any) -> None:
         DefaultModelLoader.load_weights_and_postprocess(live, named, torch.device("cpu"))
@@ -83,16 +89,20 @@ def compare(model: str, rank: int, tp: int, ep: int, port: int, out: str) -> Non
     def parameters() -> dict[str, torch.Tensor]:
         return dict(live.named_parameters())
 
-    def indices(placements: list[Placement], numel: int) -> list[set[tuple[str, int, int]]]:
-        pairs = set()
+    def indices(placements: list[Placement], numel: int) -> set[tuple[str, int, int]]:
+        pairs: set[tuple[str, int, int]] = set()
         for p in placements:
             at = map_partial(p.layout, np.arange(numel))
             pairs |= {(p.tensor.name, i, c) for i, c in enumerate(at.tolist()) if c >= 0}
-        return [pairs]
+        return pairs
 
     found = probe(metas, load, parameters)
-    wrong = [f"parameters differ: {sorted(found.placements.keys() ^ table.keys())}"]
-    wrong = [] if found.placements.keys() == table.keys() else wrong
+    if listed.exists():
+        table = found.placements
+    else:
+        table = layouts_for(config, parallel.tp_rank, parallel.tp_size, parallel.moe_ep_rank, parallel.moe_ep_size)
+    strangers = sorted(found.placements.keys() ^ table.keys())
+    wrong = [f"parameters differ: {strangers}"] if strangers else []
     for name, memory in parameters().items():
         if indices(found.placements.get(name, []), memory.numel()) != indices(table.get(name, []), memory.numel()):
             wrong.append(f"{name}: the probe and the table disagree")
@@ -119,6 +129,7 @@ def compare(model: str, rank: int, tp: int, ep: int, port: int, out: str) -> Non
         "not_identity": found.not_identity,
         "absent": sorted(found.absent),
         "unwritten": found.unwritten,
+        "dtypes": sorted({p.tensor.dtype for ps in found.placements.values() for p in ps}),
         "blocks": max(len(p.layout.blocks) for ps in found.placements.values() for p in ps),
     }
     (Path(out) / f"{rank}.json").write_text(json.dumps(report))
