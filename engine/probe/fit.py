@@ -23,6 +23,7 @@ I64 = npt.NDArray[np.int64]
 MAX_FITTED_BLOCKS = 1 << 10
 """Blocks one placement may need before it is called no rectangle at all."""
 _MAX_LEVELS = 12
+_LONG_RUN = 8
 
 Dims = tuple[tuple[int, int, int], ...]
 """(size, local stride, canonical stride) of each dimension, innermost first."""
@@ -115,12 +116,24 @@ def _level(items: _Items) -> _Items:
     return _Items(tuple(number), kind[by_local], p[at][by_local], c[at][by_local])
 
 
+def _first(local: I64, canonical: I64) -> _Items:
+    """The pairs one by one, or, where they mostly come in long runs, run by run: the same fit, sooner."""
+    goes_on = (local[1:] - local[:-1] == 1) & (canonical[1:] - canonical[:-1] == 1)
+    start = np.flatnonzero(np.concatenate(([True], ~goes_on)))
+    if not local.size or start.size > local.size // _LONG_RUN:
+        return _Items(((),), np.zeros(local.size, np.int64), local, canonical)
+    length = np.diff(start, append=local.size)
+    lengths, form = np.unique(length, return_inverse=True)
+    forms: tuple[Dims, ...] = tuple(((n, 1, 1),) if n > 1 else () for n in lengths.tolist())
+    return _Items(forms, form.reshape(-1).astype(np.int64), local[start], canonical[start])
+
+
 def fit_blocks(local: I64, canonical: I64, *, max_blocks: int = MAX_FITTED_BLOCKS) -> tuple[Block, ...]:
     """Blocks that map `local[i]` (rising) to `canonical[i]`, which may not repeat. I64 [n] each.
 
     LayoutError if they need more than `max_blocks`.
     """
-    items = _Items(((),), np.zeros(local.size, np.int64), local, canonical)
+    items = _first(local, canonical)
     for _ in range(_MAX_LEVELS):
         joined = _level(items)
         if joined.form.size == items.form.size:
@@ -160,8 +173,14 @@ def fit_layouts(
 
 def _appearances(canonical: I64) -> list[npt.NDArray[np.int64] | slice]:
     """Positions of the first, second, … appearance of every value, each in rising order."""
-    if canonical.size < 2 or bool(np.all(np.diff(canonical) > 0)):
+    if canonical.size < 2 or bool(np.all(canonical[1:] > canonical[:-1])):
         return [slice(None)]
+    low, high = int(canonical.min()), int(canonical.max())
+    if high - low < 8 * canonical.size:  # a table of all values is cheaper than sorting them
+        seen = np.zeros(high - low + 1, np.bool_)
+        seen[canonical - low] = True
+        if int(np.count_nonzero(seen)) == canonical.size:
+            return [slice(None)]
     order = np.argsort(canonical, kind="stable")
     value = canonical[order]
     fresh = np.concatenate(([True], value[1:] != value[:-1]))

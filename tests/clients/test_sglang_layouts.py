@@ -43,55 +43,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2, "head_dim": None, "sliding_window": None,
     },
 }  # fmt: skip
-CASES = [
-    *((name, 1, 1) for name in MODELS),
-    *((name, 2, 1) for name in ("llama", "llama-one-kv-head", "qwen2", "qwen3-tied", "qwen3-moe", "mixtral")),
-    ("qwen3-moe", 2, 2),
-    ("mixtral", 2, 2),
-    ("qwen3-moe", 4, 2),
-    ("qwen3", 4, 1),
-]
+SHARED = ("llama", "llama-one-kv-head", "qwen2", "qwen3-tied", "qwen3-moe", "mixtral")
+SHAPES: dict[tuple[int, int], tuple[str, ...]] = {
+    (1, 1): (*MODELS, "deepseek"),
+    (2, 1): (*SHARED, "deepseek"),
+    (2, 2): ("qwen3-moe", "mixtral"),
+    (4, 2): ("qwen3-moe", "llama"),
+}
 
 
 def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
-
-
-def reports(tmp_path: Path, config: dict[str, Any], tp: int, ep: int, tensors: list[Any] | None = None) -> list[Any]:
-    """What each rank found."""
-    model, out = tmp_path / "model", tmp_path / "out"
-    model.mkdir()
-    out.mkdir()
-    (model / "config.json").write_text(json.dumps(config))
-    if tensors is not None:
-        (model / "tensors.json").write_text(json.dumps(tensors))
-    env = {
-        **{k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "DTE_"))},
-        "PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-    }  # fmt: skip
-    arguments = [str(model), str(tp), str(ep), str(free_port()), str(out)]
-    command = [str(PYTHON), "-m", "tests.support.sglang_layouts", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(tp)]
-
-
-@pytest.mark.parametrize(("name", "tp", "ep"), CASES)
-def test_table_probe_and_loader_agree(tmp_path: Path, name: str, tp: int, ep: int) -> None:
-    config = {k: v for k, v in (COMMON | MODELS[name]).items() if v is not None or k == "bos_token_id"}
-    found = reports(tmp_path, config, tp, ep)
-    for report in found:
-        assert report["wrong"] == []
-        assert report["not_identity"] == {}
-        assert report["class"] == config["architectures"][0]
-        assert report["blocks"] <= 3
-    padding = [sum(r["unwritten"].get("model.embed_tokens.weight", 0) for r in found)]
-    assert padding == [(320 - 300) * 64]
-    absent = {n for report in found for n in report["absent"]}
-    assert all(".experts." in n for n in absent)
-    assert bool(absent) == (ep > 1)
 
 
 DEEPSEEK: dict[str, Any] = {
@@ -136,11 +100,39 @@ def experts() -> list[str]:
     return [f"experts.{e}" for e in range(8)]
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_model_without_table_is_probed_fp32_router_bias_included(tmp_path: Path, tp: int) -> None:
-    for report in reports(tmp_path, DEEPSEEK, tp, 1, deepseek_tensors()):
-        assert report["wrong"] == []
-        assert report["not_identity"] == {}
-        assert report["absent"] == []
-        assert report["dtypes"] == ["bfloat16", "float32"]
-        assert report["blocks"] <= 3
+def prepare(folder: Path, name: str) -> Path:
+    """A model directory; deepseek has no table and brings the list of its tensors."""
+    model = folder / name
+    model.mkdir()
+    config = DEEPSEEK if name == "deepseek" else COMMON | MODELS[name]
+    config = {k: v for k, v in config.items() if v is not None or k == "bos_token_id"}
+    (model / "config.json").write_text(json.dumps(config))
+    if name == "deepseek":
+        (model / "tensors.json").write_text(json.dumps(deepseek_tensors()))
+    return model
+
+
+@pytest.mark.parametrize(("tp", "ep"), SHAPES)
+def test_table_probe_and_loader_agree(tmp_path: Path, tp: int, ep: int) -> None:
+    models = {name: prepare(tmp_path, name) for name in SHAPES[tp, ep]}
+    env = {
+        **{k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "DTE_"))},
+        "PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+    words = [str(n) for n in (tp, ep, free_port())]
+    command = [str(PYTHON), "-m", "tests.support.sglang_layouts", *words, *map(str, models.values())]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    for name, model in models.items():
+        found = [json.loads((model / f"{rank}.json").read_text()) for rank in range(tp)]
+        for report in found:
+            assert report["wrong"] == [], name
+            assert report["not_identity"] == {}, name
+            assert report["blocks"] <= 3, name
+            assert report["class"] == json.loads((model / "config.json").read_text())["architectures"][0]
+        padding = sum(r["unwritten"].get("model.embed_tokens.weight", 0) for r in found)
+        assert padding == (320 - 300) * 64, name
+        absent = {n for report in found for n in report["absent"]}
+        assert all(".experts." in n for n in absent), name
+        assert bool(absent) == (ep > 1 and name in ("qwen3-moe", "mixtral")), name
+        assert ("float32" in found[0]["dtypes"]) == (name == "deepseek"), "the FP32 router bias"

@@ -103,6 +103,25 @@ def test_regular_layouts_need_few_blocks(index: np.ndarray, blocks: list[int]) -
     assert [len(b) for b in fitted(index, GRID.size * 2)] == blocks
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_pieces_of_long_runs_are_fitted_exactly(data: st.DataObject) -> None:
+    """Long runs take a shorter way through the fit; cut, shifted and repeated they must come out the same."""
+    parts = []
+    for _ in range(data.draw(st.integers(1, 6))):
+        n = data.draw(st.integers(1, 80))
+        first = data.draw(st.integers(0, 300))
+        parts.append(np.full(n, -1) if data.draw(st.booleans()) and parts else np.arange(first, first + n))
+    flat = np.concatenate(parts).astype(np.int64)
+    local = np.flatnonzero(flat >= 0)
+    back = np.full(flat.size, -1, np.int64)
+    for layout in fit_layouts(local, flat[local], flat.size, 400):
+        at = map_partial(layout, np.arange(flat.size))
+        assert not ((at >= 0) & (back >= 0)).any()
+        back = np.where(at >= 0, at, back)
+    assert np.array_equal(back, flat)
+
+
 def test_a_random_permutation_is_no_layout() -> None:
     index = np.random.default_rng(0).permutation(4000)
     with pytest.raises(LayoutError, match="rectangles"):

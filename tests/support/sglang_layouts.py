@@ -1,10 +1,10 @@
 """Compares layouts with what SGLang's own model classes do, without a server. Runs inside an SGLang environment:
 
-    python -m tests.support.sglang_layouts MODEL_DIRECTORY TP EP PORT OUT_DIRECTORY
+    python -m tests.support.sglang_layouts TP EP PORT MODEL_DIRECTORY …
 
-One process a rank builds the model (dummy weights), asks the rule table, probes the engine's loader, and loads random
-bits; `OUT_DIRECTORY/<rank>.json` says where the three disagree. MODEL_DIRECTORY needs only a config.json. With a
-tensors.json beside it (name, shape, dtype of every canonical tensor) the probe stands in for the table.
+One process a rank builds one model after the other (dummy weights), asks the rule table, probes the engine's loader,
+and loads random bits; `<rank>.json` in the model's directory says where the three disagree. A model needs only a
+config.json. With a tensors.json (name, shape, dtype of every canonical tensor) the probe stands in for the table.
 """
 
 from __future__ import annotations
@@ -19,46 +19,77 @@ from typing import Any
 JOIN_S = 400
 
 
-def build(model: str, rank: int, tp: int, ep: int, port: int) -> Any:
-    """The model of one rank as SGLang makes it."""
-    import argparse
+class Engine:
+    """The parts of SGLang that one rank needs to make models, set up for the parallel shape once."""
 
-    from sglang.benchmark import one_batch
-    from sglang.srt.configs.device_config import DeviceConfig
-    from sglang.srt.configs.load_config import LoadConfig
-    from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.distributed import bootstrap
-    from sglang.srt.model_loader import get_model
-    from sglang.srt.runtime_context import SpawnRanks, publish
-    from sglang.srt.server_args import ServerArgs
+    def __init__(self, first: str, rank: int, tp: int, ep: int, port: int) -> None:
+        from sglang.benchmark import one_batch
+        from sglang.srt.distributed import bootstrap
+        from sglang.srt.runtime_context import SpawnRanks, publish
 
-    parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
-    options = {
-        "model-path": model, "device": "cpu", "tp-size": tp, "ep-size": ep, "attention-backend": "torch_native",
-        "sampling-backend": "pytorch", "grammar-backend": "none", "context-length": 512, "max-total-tokens": 1024,
-        "max-running-requests": 2,
-    }  # fmt: skip
-    words = [w for name, value in options.items() for w in (f"--{name}", str(value))]
-    arguments = ServerArgs.from_cli_args(parser.parse_args([*words, "--disable-cuda-graph", "--skip-tokenizer-init"]))
-    if hasattr(one_batch, "resolve_server_args"):
-        arguments = one_batch.resolve_server_args(arguments) or arguments
-    world_rank = one_batch.spawn_world_rank(arguments, tp_rank=rank, pp_rank=0)
-    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=world_rank, gpu_id=rank))
-    one_batch._init_process_global_configs()
-    bootstrap.init_parallel_runtime(server_args=arguments, device="cpu", dist_port=port)
-    config = ModelConfig.from_server_args(arguments)
-    bootstrap.init_layer_runtime(model_config=config)
-    return get_model(
-        model_config=config, load_config=LoadConfig(load_format="dummy"), device_config=DeviceConfig("cpu", rank)
-    )
+        self._rank, self._tp, self._ep = rank, tp, ep
+        arguments = self._arguments(first)
+        world_rank = one_batch.spawn_world_rank(arguments, tp_rank=rank, pp_rank=0)
+        publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=world_rank, gpu_id=rank))
+        one_batch._init_process_global_configs()
+        bootstrap.init_parallel_runtime(server_args=arguments, device="cpu", dist_port=port)
+
+    def _arguments(self, model: str) -> Any:
+        import argparse
+
+        from sglang.benchmark import one_batch
+        from sglang.srt.server_args import ServerArgs
+
+        parser = argparse.ArgumentParser()
+        ServerArgs.add_cli_args(parser)
+        options = {
+            "model-path": model, "device": "cpu", "tp-size": self._tp, "ep-size": self._ep,
+            "attention-backend": "torch_native", "sampling-backend": "pytorch", "grammar-backend": "none",
+            "context-length": 512, "max-total-tokens": 1024, "max-running-requests": 2,
+        }  # fmt: skip
+        words = [w for name, value in options.items() for w in (f"--{name}", str(value))]
+        arguments = ServerArgs.from_cli_args(
+            parser.parse_args([*words, "--disable-cuda-graph", "--skip-tokenizer-init"])
+        )
+        if hasattr(one_batch, "resolve_server_args"):
+            arguments = one_batch.resolve_server_args(arguments) or arguments
+        return arguments
+
+    def model(self, path: str) -> Any:
+        """This rank's model as the engine makes it."""
+        from sglang.srt.configs.device_config import DeviceConfig
+        from sglang.srt.configs.load_config import LoadConfig
+        from sglang.srt.configs.model_config import ModelConfig
+        from sglang.srt.distributed import bootstrap
+        from sglang.srt.model_loader import get_model
+
+        config = ModelConfig.from_server_args(self._arguments(path))
+        bootstrap.init_layer_runtime(model_config=config)
+        return get_model(
+            model_config=config,
+            load_config=LoadConfig(load_format="dummy"),
+            device_config=DeviceConfig("cpu", self._rank),
+        )
 
 
-def compare(model: str, rank: int, tp: int, ep: int, port: int, out: str) -> None:
+def run_rank(models: list[str], rank: int, tp: int, ep: int, port: int) -> None:
     import logging
 
+    import torch
+
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    engine = Engine(models[0], rank, tp, ep, port)
+    for model in models:
+        report = compare(engine.model(model), model, tp, ep)
+        (Path(model) / f"{rank}.json").write_text(json.dumps(report))
+
+
+def compare(live: Any, model: str, tp: int, ep: int) -> dict[str, Any]:
     import numpy as np
     import torch
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+    from sglang.srt.runtime_context import get_parallel
 
     from engine.layout.mapping import map_partial
     from engine.layout.placement import Placement
@@ -66,12 +97,6 @@ def compare(model: str, rank: int, tp: int, ep: int, port: int, out: str) -> Non
     from engine.probe import memory_of, probe
     from engine.probe.tags import Numbering, pattern_words, read_words
     from engine.records import TensorMeta
-
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    live = build(model, rank, tp, ep, port)
-    from sglang.srt.model_loader.loader import DefaultModelLoader
-    from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
     config = json.loads((Path(model) / "config.json").read_text())
@@ -119,9 +144,8 @@ def compare(model: str, rank: int, tp: int, ep: int, port: int, out: str) -> Non
             here = at >= 0
             if not np.array_equal(words[here], pattern_words(at[here] + start[p.tensor.name], p.tensor.dtype, 9)):
                 wrong.append(f"{name}: loading put other bits than the table says of {p.tensor.name}")
-    report = {
+    return {
         "class": type(live).__name__,
-        "rank": rank,
         "coordinates": [parallel.tp_rank, parallel.tp_size, parallel.moe_ep_rank, parallel.moe_ep_size],
         "parameters": len(parameters()),
         "tensors": len(metas),
@@ -132,16 +156,15 @@ def compare(model: str, rank: int, tp: int, ep: int, port: int, out: str) -> Non
         "dtypes": sorted({p.tensor.dtype for ps in found.placements.values() for p in ps}),
         "blocks": max(len(p.layout.blocks) for ps in found.placements.values() for p in ps),
     }
-    (Path(out) / f"{rank}.json").write_text(json.dumps(report))
 
 
 def main() -> int:
-    model, tp, ep, port, out = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
+    tp, ep, port = (int(word) for word in sys.argv[1:4])
     if tp > 1:
         cpus = os.cpu_count() or 1
         os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(r % cpus) for r in range(tp))
     spawn = multiprocessing.get_context("spawn")
-    ranks = [spawn.Process(target=compare, args=(model, r, tp, ep, port, out)) for r in range(tp)]
+    ranks = [spawn.Process(target=run_rank, args=(sys.argv[4:], r, tp, ep, port)) for r in range(tp)]
     for process in ranks:
         process.start()
     for process in ranks:
