@@ -65,7 +65,11 @@ DEEPSEEK: dict[str, Any] = {
     "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     "first_k_dense_replace": 1, "moe_layer_freq": 1, "n_group": 2, "topk_group": 1, "topk_method": "noaux_tc",
     "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 1.0, "attention_bias": False,
-    "num_nextn_predict_layers": 0, "rope_scaling": None, "tie_word_embeddings": False,
+    "num_nextn_predict_layers": 0,
+    "rope_scaling": {
+        "type": "yarn", "factor": 4, "original_max_position_embeddings": 128, "beta_fast": 32, "beta_slow": 1,
+        "mscale": 1.0, "mscale_all_dim": 1.0,
+    },
 }  # fmt: skip
 
 
