@@ -293,3 +293,20 @@ def test_transformers_loads_it_as_it_is(tmp_path: Path, tied: bool) -> None:
     tokens = torch.arange(10)[None]
     with torch.no_grad():
         assert torch.equal(loaded.eval()(tokens).logits, model.eval()(tokens).logits)
+
+
+def test_a_version_that_is_dense_everywhere_needs_nothing_before_it(run: Run) -> None:
+    async def publish() -> State:
+        async with LocalStore(run.store.parent / "whole") as store:
+            publisher = Publisher(store, metas_of(SHAPES))
+            await publisher.publish(first_state())
+            state = next_state(first_state(), np.random.default_rng(1))
+            await publisher.publish(state, dense=list(SHAPES))
+            return state
+
+    state = asyncio.run(publish())
+    run.store = run.store.parent / "whole"
+    for chunk in run.chunks(0):
+        chunk.unlink()
+    run.export()
+    assert read(run.out) == expected(state)
