@@ -90,9 +90,11 @@ class LocalTensor(Model):
 
 
 class Description(Model):
+    """`run` is null where it is left to the owner."""
+
     protocol: int
     name: str
-    run: RunId
+    run: RunId | None
     pid: int
     rank: Count
     ranks: Annotated[int, Field(ge=1)]
@@ -112,8 +114,11 @@ class Status(Model):
 
 
 class Attach(Model):
+    """`run`: the one the owner follows, for a receiver that was not told its own."""
+
     owner: OwnerId
     fence: Count
+    run: RunId | None = None
 
 
 class Audit(Model):
@@ -317,8 +322,8 @@ class ReceiverClient:
     async def status(self, *, timeout_s: float | None = 30.0) -> Status:
         return await self.call("status", Empty(), Status, timeout_s=timeout_s)
 
-    async def attach(self, owner: str, fence: int, *, timeout_s: float | None = 60.0) -> Status:
-        return await self.call("attach", Attach(owner=owner, fence=fence), Status, timeout_s=timeout_s)
+    async def attach(self, owner: str, fence: int, run: str | None = None, *, timeout_s: float | None = 60.0) -> Status:
+        return await self.call("attach", Attach(owner=owner, fence=fence, run=run), Status, timeout_s=timeout_s)
 
     async def audit(self, tensors: list[TensorMeta]) -> Digests:
         metas = [TensorMeta(name=t.name, shape=t.shape, dtype=t.dtype) for t in tensors]
