@@ -14,8 +14,9 @@ from typing import Literal
 from pydantic import Field, ValidationError
 
 from clients.protocol import Model
-from clients.rollout.protocol import Count, ErrorBody, OwnerId, RunId, TargetBody
+from clients.rollout.protocol import ErrorBody, OwnerId, TargetBody
 from engine.errors import CodecError
+from engine.records.models import Count, RunId
 
 KEY = "dte"
 PLUGIN_PROTOCOL = 1

@@ -1,7 +1,7 @@
 """One scheduler rank behind the receiver protocol: reads on a socket, writes inside the engine's update call.
 
-One invariant: weights are written only in the scheduler's own thread, inside an update call that all ranks of the engine
-take part in, and that call ends with all ranks at one version: the new one, or the old one through the undo.
+One invariant: weights are written only in the scheduler's own thread, inside an update call that all ranks of the
+engine take part in, and that call ends with all ranks at one version: the new one, or the old one through the undo.
 """
 
 from __future__ import annotations
