@@ -13,6 +13,4 @@ def declare() -> None:
 
     for name in ("nms", "qnms"):
         if not hasattr(torch.ops.torchvision, name):
-            torch.library.define(
-                f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            )
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
