@@ -1,4 +1,4 @@
-"""A server that follows a run holds, after every version, what a server started from that version's checkpoint holds."""
+"""A server that follows a run ends up with what one started from the last version's checkpoint has."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Test support: an out-of-tree SGLang platform, so that an unmodified server runs on any CPU.
 
-SGLang's own CPU engine needs kernels built for AVX-512. A platform of another name takes the plain PyTorch form of every
-fused operation instead. One invariant: nothing is patched; this is what SGLang offers platforms for.
+SGLang's own CPU engine needs kernels built for AVX-512. A platform of another name takes the plain PyTorch form of
+every fused operation instead. One invariant: nothing is patched; this is what SGLang offers platforms for.
 """
 
 from __future__ import annotations
