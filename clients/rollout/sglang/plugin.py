@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import tempfile
 import uuid
 from collections.abc import Callable
@@ -239,7 +240,9 @@ def _weights_in(tags: Any) -> bool:
 
 
 def register() -> None:
-    """Register the hooks. Called once in each process of the engine."""
+    """Register the hooks. Called once in each process of the engine; all but schedulers have nothing to hook."""
+    if _SCHEDULER.rpartition(".")[0] not in sys.modules:
+        return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     plugin = Plugin()

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PYTHON = Path(os.environ.get("DTE_SGLANG_PYTHON", ROOT / ".venv-sglang" / "bin" / "python"))
-START_S = 300.0
+START_S = 600.0
 
 needs_sglang = pytest.mark.skipif(not PYTHON.exists(), reason="no SGLang environment; `make sglang` builds it")
 

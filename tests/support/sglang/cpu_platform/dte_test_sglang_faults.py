@@ -6,6 +6,7 @@ One invariant: without a file in `DTE_TEST_FAULTS` nothing is different.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def _scatter(original: Callable[..., Any], view: Any, index: Any, values: Any) -
 
 def register() -> None:
     """Entry point `sglang.srt.plugins`."""
-    if "DTE_TEST_FAULTS" not in os.environ:
+    if "DTE_TEST_FAULTS" not in os.environ or "sglang.srt.managers.scheduler" not in sys.modules:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
