@@ -26,8 +26,7 @@ from clients.rollout.sglang.call import (
     parse_call,
 )
 from clients.rollout.sglang.rank import SglangRank, share
-from clients.rollout.sglang.tables import Shape, placements
-from clients.rollout.sglang.weights import EngineWeights, dtype_name, parameters_of
+from clients.rollout.sglang.weights import EngineWeights, dtype_name
 from engine.errors import DteError, StateConflict
 
 log = logging.getLogger(__name__)
@@ -158,18 +157,15 @@ class Plugin:
         parallel = get_parallel()
         host = SchedulerHost(scheduler)
         rank, ranks = int(parallel.tp_rank), int(parallel.tp_size)
-        shape = Shape.of(
-            scheduler.model_config.hf_text_config,
-            rank=rank,
-            ranks=ranks,
-            expert_rank=int(parallel.moe_ep_rank),
-            expert_ranks=int(parallel.moe_ep_size),
-        )
-        found = {n: (tuple(t.shape), dtype_name(t.dtype)) for n, t in parameters_of(host.model).items()}
+        model = scheduler.model_config
+        config = {**model.hf_text_config.to_dict(), "dtype": dtype_name(model.dtype)}
+        config["architectures"] = list(model.hf_config.architectures)
+        layouts = layouts_for(config, rank, ranks, int(parallel.moe_ep_rank), int(parallel.moe_ep_size))
+        tied = bool(config.get("tie_word_embeddings"))
         weights = EngineWeights(
             host.model,
-            placements(found, shape),
-            aliases={"model.embed_tokens.weight": ["lm_head.weight"]} if shape.tied else None,
+            layouts,
+            aliases={"model.embed_tokens.weight": ["lm_head.weight"]} if tied else None,
             partial=ranks > 1,
         )
         port = scheduler.server_args.port

@@ -14,11 +14,11 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from clients.rollout.sglang.tables import Placement
 from engine.apply import LaneView, LiveCopy, LiveSet, LiveTensor
 from engine.errors import InvalidInput, StateConflict
 from engine.layout.algebra import scaled
 from engine.layout.blocks import Block, Layout
+from engine.layout.placement import Placement
 from engine.records.models import ITEMSIZE
 
 
@@ -81,7 +81,8 @@ class EngineWeights:
         found = parameters_of(self._model)
         if found.keys() != self._placements.keys():
             other = sorted(found.keys() ^ self._placements.keys())[0]
-            raise InvalidInput(f"the model's parameters are not those it was loaded with: {other!r}.")
+            side = "the model" if other in found else "the layout"
+            raise InvalidInput(f"only {side} has a parameter {other!r}.")
         copies: dict[str, list[tuple[Placement, LiveCopy]]] = {}
         for name, placed in self._placements.items():
             raw = self._memory(name, found[name])
