@@ -28,6 +28,7 @@ from clients.rollout.sglang.call import (
 from clients.rollout.sglang.rank import SglangRank, share
 from clients.rollout.sglang.weights import EngineWeights, dtype_name
 from engine.errors import DteError, StateConflict
+from engine.models import layouts_for
 
 log = logging.getLogger(__name__)
 
