@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,13 +27,16 @@ VERSIONS = 5
         ("qwen3-moe", 1, ()),
         ("qwen3-moe", 2, ()),
         ("qwen3-moe", 2, ("--ep-size", "2")),
+        ("qwen3-moe", 1, "probe"),
     ],
 )
 def test_versions_arrive_bit_for_bit(
-    folder: Path, tmp_path: Path, start: Start, worlds: Worlds, family: str, tp: int, extra: tuple[str, ...]
+    folder: Path, tmp_path: Path, start: Start, worlds: Worlds, family: str, tp: int, extra: Any
 ) -> None:
     base = make(family, tmp_path)
-    follower = start(base, tp=tp, extra=extra).wait_ready()
+    variables = {"DTE_SGLANG_PROBE": "1"} if extra == "probe" else {}
+    extra = () if extra == "probe" else extra
+    follower = start(base, tp=tp, extra=extra, **variables).wait_ready()
     try:
         world = worlds(base)
         assert world.register(follower).status_code == 200

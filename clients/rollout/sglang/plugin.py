@@ -6,6 +6,7 @@ engine, and an engine we cannot serve goes on serving requests and says why thro
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import os
 import sys
@@ -25,10 +26,10 @@ from clients.rollout.sglang.call import (
     answer_text,
     parse_call,
 )
+from clients.rollout.sglang.layouts import find_layouts
 from clients.rollout.sglang.rank import SglangRank, share
 from clients.rollout.sglang.weights import EngineWeights, dtype_name
 from engine.errors import DteError, StateConflict
-from engine.models import layouts_for
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +162,12 @@ class Plugin:
         model = scheduler.model_config
         config = {**model.hf_text_config.to_dict(), "dtype": dtype_name(model.dtype)}
         config["architectures"] = list(model.hf_config.architectures)
-        layouts = layouts_for(config, rank, ranks, int(parallel.moe_ep_rank), int(parallel.moe_ep_size))
+        place = (rank, ranks, int(parallel.moe_ep_rank), int(parallel.moe_ep_size))
+        flags = {
+            "sglang": importlib.metadata.version("sglang"),
+            "backend": str(scheduler.server_args.moe_runner_backend),
+        }
+        layouts = find_layouts(host.model, config, scheduler.server_args.model_path, place, flags)
         tied = bool(config.get("tie_word_embeddings"))
         weights = EngineWeights(
             host.model,

@@ -30,7 +30,16 @@ def free_port() -> int:
 class Server:
     """Started at once; `wait_ready` blocks until it answers. `extra`: more command-line arguments."""
 
-    def __init__(self, model: Path, folder: Path, *, tp: int = 1, port: int | None = None, extra: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        *,
+        tp: int = 1,
+        port: int | None = None,
+        extra: tuple[str, ...] = (),
+        **variables: str,
+    ):
         self.model, self.folder, self.tp = model, folder, tp
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -39,6 +48,7 @@ class Server:
         self.faults.mkdir(exist_ok=True)
         self.log = folder / f"sglang-{self.port}.log"
         self._extra = extra
+        self._variables = variables
         self.process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -48,7 +58,9 @@ class Server:
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "DTE_SGLANG_SOCKET_DIR": str(self.folder / "sockets"),
+            "DTE_SGLANG_CACHE_DIR": str(self.folder / "layouts"),
             "DTE_TEST_FAULTS": str(self.faults),
+            **self._variables,
         }
         if self.tp > 1:
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
