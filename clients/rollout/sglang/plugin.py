@@ -163,11 +163,9 @@ class Plugin:
         config = {**model.hf_text_config.to_dict(), "dtype": dtype_name(model.dtype)}
         config["architectures"] = list(model.hf_config.architectures)
         place = (rank, ranks, int(parallel.moe_ep_rank), int(parallel.moe_ep_size))
-        flags = {
-            "sglang": importlib.metadata.version("sglang"),
-            "backend": str(scheduler.server_args.moe_runner_backend),
-        }
-        layouts = find_layouts(host.model, config, scheduler.server_args.model_path, place, flags)
+        args = scheduler.server_args
+        flags = {"sglang": importlib.metadata.version("sglang"), "moe": str(getattr(args, "moe_runner_backend", ""))}
+        layouts = find_layouts(host.model, config, args.model_path, place, flags)
         tied = bool(config.get("tie_word_embeddings"))
         weights = EngineWeights(
             host.model,
