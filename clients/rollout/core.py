@@ -142,7 +142,7 @@ class ReceiverCore:
             return p.Description(
                 protocol=p.PROTOCOL,
                 name=self.name,
-                run=self.run,
+                run=None if self._any_run else self.run,
                 pid=os.getpid(),
                 rank=self.rank,
                 ranks=self.ranks,
