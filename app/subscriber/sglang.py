@@ -63,6 +63,11 @@ class SglangEngine(Engine):
         self._owner = owner
         self._fence = fence
         self._last_pause_ms = 0.0
+        self._half_written = False
+
+    @property
+    def dirty(self) -> bool:
+        return self._half_written or super().dirty
 
     @classmethod
     async def reach(cls, registration: ReceiverRegistration, *, owner: str, fence: int) -> Engine:
@@ -164,7 +169,9 @@ class SglangEngine(Engine):
         answer = await self._server.update(call, str(version) if op in ("commit", "finalize") else None)
         error = answer.error
         if error is None:
+            self._half_written = self._half_written and op == "resync"
             return
         if error.code == "half-written":
+            self._half_written = True
             raise HalfWritten(f"{op} of version {version} failed and could not be undone: {error.message}")
         raise ReceiverError(error.message, remedy=error.remedy, code=error.code, detail=error.detail)

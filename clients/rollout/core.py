@@ -101,6 +101,11 @@ class ReceiverCore:
         return self._applier.step
 
     @property
+    def phase(self) -> Phase:
+        """As it is, without looking at the weights."""
+        return self._applier.phase
+
+    @property
     def ready(self) -> bool:
         """True when the live weights are a proven version and nobody has touched them since."""
         return (

@@ -136,7 +136,7 @@ class SglangRank:
             weights, name=name, run=None, rank=rank, ranks=ranks, owner_grace_s=OWNER_GRACE_S, finalize_timeout_s=86400
         )
         self._watch = PauseWatch(
-            host.go_on if rank == 0 else lambda: None, lambda: not self._dirty, grace_s=OWNER_GRACE_S
+            host.go_on if rank == 0 else lambda: None, lambda: not self.core.phase.dirty, grace_s=OWNER_GRACE_S
         )
         self.core.on_owner = self._watch.owner
         self.server = server_of(self.core, self._operations())
@@ -146,14 +146,6 @@ class SglangRank:
         self.server.close()
 
     # --- on the socket ----------------------------------------------------------------------------------------------
-
-    @property
-    def _phase(self) -> Phase:
-        return Phase(self.core.status().phase)
-
-    @property
-    def _dirty(self) -> bool:
-        return self._phase.dirty
 
     def _operations(self) -> Operations:
         """Everything that writes is done in the engine's update call instead."""
@@ -187,7 +179,7 @@ class SglangRank:
         """Do one call together with all other ranks. Never raises: an error is part of the answer, on every rank."""
         with self.core.exclusively():
             error = self._run(call)
-            reports = share({"phase": self._phase.value}, self._ranks, self._group)
+            reports = share({"phase": self.core.phase.value}, self._ranks, self._group)
         return EngineAnswer(phases=[str(r["phase"]) for r in reports], error=error)
 
     def _run(self, call: EngineCall) -> p.ErrorBody | None:
@@ -206,7 +198,7 @@ class SglangRank:
             raise StateConflict(f"the engine follows run {self.core.run!r}, not {call.run!r}.")
 
     def _commit(self, call: EngineCall) -> p.ErrorBody | None:
-        at_it = self.core.version == call.version and not self._dirty
+        at_it = self.core.version == call.version and not self.core.phase.dirty
 
         def ready() -> None:
             if not call.keep_cache and not self._host.can_flush():
@@ -236,9 +228,9 @@ class SglangRank:
         self._host.flush(call.keep_cache)
 
     def _undo(self) -> None:
-        if self._phase is Phase.PREPARED:
+        if self.core.phase is Phase.PREPARED:
             self.core.abort()
-        elif self._phase in (Phase.WRITING, Phase.WRITTEN):
+        elif self.core.phase in (Phase.WRITING, Phase.WRITTEN):
             self.core.rollback()
             self._host.refresh_derived()
 

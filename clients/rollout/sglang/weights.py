@@ -68,6 +68,8 @@ class EngineWeights:
         self._touched += 1
 
     def places(self) -> tuple[object, ...]:
+        if self.away:
+            return ("away",)
         found = parameters_of(self._model)
         return tuple((n, t.data_ptr(), t.dtype, *t.shape, *t.stride()) for n, t in found.items())
 
