@@ -22,6 +22,7 @@ VERSIONS = 5
     [
         ("qwen3", 1, ()),
         ("qwen3", 2, ()),
+        ("qwen3-narrow", 2, ()),
         ("qwen3-tied", 1, ()),
         ("llama-one-kv-head", 2, ()),
         ("qwen3-moe", 1, ()),

@@ -69,7 +69,11 @@ def find_layouts(
     on. InvalidInput if a tensor is stored otherwise than by its bits.
     """
     if has_table(config) and os.environ.get(PROBE) != "1":
-        return layouts_for(config, *ranks)
+        table = layouts_for(config, *ranks)
+        odd = _misfit(model, table)
+        if odd is None:
+            return table
+        log.info("the engine keeps %r otherwise than its table says: probing", odd)
     tensors = checkpoint_tensors(Path(path))
     shape = dict(zip(("tp_rank", "tp_size", "ep_rank", "ep_size"), ranks, strict=True))
     key = LayoutKey(json.loads(json.dumps(config, default=str)), shape, flags, tensors)
@@ -88,6 +92,15 @@ def find_layouts(
             f"the engine does not keep the bits of {name!r} and {len(found.not_identity) - 1} more: {why}"
         )
     return found.placements
+
+
+def _misfit(model: nn.Module, table: Mapping[str, Sequence[Placement]]) -> str | None:
+    """A parameter that is not as the table says: engines pad sizes that do not suit their kernels."""
+    sizes = {name: tensor.numel() for name, tensor in model.named_parameters()}
+    for name in sorted(sizes.keys() | table.keys()):
+        if name not in table or any(p.layout.src_numel != sizes.get(name) for p in table[name]):
+            return name
+    return None
 
 
 def _probe(model: nn.Module, tensors: Sequence[TensorMeta]) -> Any:

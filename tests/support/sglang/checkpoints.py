@@ -26,7 +26,7 @@ from tests.support.versions import State, metas_of
 COMMON: dict[str, Any] = {
     "vocab_size": 300,
     "hidden_size": 64,
-    "intermediate_size": 96,
+    "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -37,12 +37,13 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 257,
     "tie_word_embeddings": False,
 }
-MOE = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
+MOE = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
 
 FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, COMMON),
     "qwen3-tied": (Qwen3Config, Qwen3ForCausalLM, {**COMMON, "tie_word_embeddings": True}),
     "llama": (LlamaConfig, LlamaForCausalLM, COMMON),
+    "qwen3-narrow": (Qwen3Config, Qwen3ForCausalLM, {**COMMON, "intermediate_size": 96}),
     "llama-one-kv-head": (LlamaConfig, LlamaForCausalLM, {**COMMON, "num_key_value_heads": 1}),
     "qwen3-moe": (
         Qwen3MoeConfig,
