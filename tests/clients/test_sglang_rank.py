@@ -249,10 +249,11 @@ def test_weights_that_are_away_are_not_read(rig: Rig) -> None:
 
 
 def test_a_replaced_parameter_is_bound_anew_and_one_of_another_shape_refused(rig: Rig) -> None:
+    before, found = rig.core.status().generation, rig.core.audit(p.Audit(tensors=METAS)).digests
     rig.model.n = nn.Parameter(rig.model.get_parameter("n").detach().clone() + 1, requires_grad=False)
-    before = rig.core.status().generation
-    rig.core.audit(p.Audit(tensors=METAS))
-    assert rig.core.status().generation == before
+    again = rig.core.audit(p.Audit(tensors=METAS)).digests
+    assert {n for n in found if found[n] != again[n]} == {"n"}
+    assert rig.core.status().generation == before + 1
     rig.model.n = nn.Parameter(torch.zeros(9), requires_grad=False)
     with pytest.raises(InvalidInput, match="loaded otherwise"):
         rig.core.audit(p.Audit(tensors=METAS))
