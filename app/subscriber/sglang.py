@@ -25,6 +25,7 @@ from clients.rollout.protocol import (
     ReceiverGone,
     Status,
     TargetBody,
+    in_one_frame,
 )
 from clients.rollout.sglang.call import EngineCall, Hold, Stage
 from engine.errors import InvalidInput
@@ -98,7 +99,7 @@ class SglangEngine(Engine):
         last = targets[-1]
         jigsaw = await asyncio.to_thread(self.check_fits, last.tensors)
         start = time.perf_counter()
-        await self._all(lambda link: link.call("stage", Stage(targets=targets), Status))
+        await self._all(lambda link: link.call("stage", Stage(targets=in_one_frame(targets)), Status))
         async with self._paused():
             await self._call("resync", last.version)
             found = await self._all(lambda link: link.audit(list(last.tensors)))

@@ -193,6 +193,13 @@ class Resync(Model):
     wait_s: WaitS = 600.0
 
 
+def in_one_frame(targets: list[TargetBody]) -> list[TargetBody]:
+    """The targets of a resync with the tensors named once: with 100,000 of them each list has some 20 MB."""
+    return [t.model_copy(update={"tensors": [], "base_digests": None}) for t in targets[:-1]] + [
+        t.model_copy(update={"base_digests": None}) for t in targets[-1:]
+    ]
+
+
 # --- framing --------------------------------------------------------------------------------------------------------
 
 
@@ -348,8 +355,4 @@ class ReceiverClient:
         return await self.call("abort", Empty(), Status)
 
     async def resync(self, targets: list[TargetBody], *, wait_s: float = 600.0) -> Digests:
-        """All targets go in one frame, so the tensors are named once: with 100,000 of them each list has some 20 MB."""
-        targets = [t.model_copy(update={"tensors": [], "base_digests": None}) for t in targets[:-1]] + [
-            t.model_copy(update={"base_digests": None}) for t in targets[-1:]
-        ]
-        return await self.call("resync", Resync(targets=targets, wait_s=wait_s), Digests)
+        return await self.call("resync", Resync(targets=in_one_frame(targets), wait_s=wait_s), Digests)
