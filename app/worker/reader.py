@@ -218,6 +218,9 @@ class SliceReader:
             if ledger.digest_base_total is None or not bool(level.dense.all()):
                 return empty(tiles, dense=True)
             return level
+        back = level.dense & (ledger.digest_base == ledger.digest_last)
+        if back.any():  # whatever happened to these tiles, they hold the base's bits again
+            level = replace(level, dense=level.dense & ~back)
         geometry = source.shape.geometry
         key = DigestKey.for_tensor(geometry.tensor)
         canonical = map_indices(geometry.layout, level.ranks)

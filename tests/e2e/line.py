@@ -139,6 +139,12 @@ class Line:
             assert self.receiver.version == version
             assert not self.differing(), f"version {version}"
 
+    def relaunched(self, optimizer: Any) -> TorchSource:
+        """The source of the trainer's next life, not registered yet; the old one is closed."""
+        self.source.close()
+        self.source = TorchSource(self.model, optimizer, daemon=self.url, run=self.run, hold_timeout_s=120.0)
+        return self.source
+
     def info(self, version: int) -> VersionInfo:
         return self.control.version(version)
 

@@ -1,0 +1,1 @@
+"""End to end: real trainer ranks, daemons, store and receiver, killed and stopped at chosen moments."""
