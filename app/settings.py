@@ -24,8 +24,9 @@ ROLES: tuple[RoleName, ...] = ("store", "coordinator", "publisher", "subscriber"
 """All roles in the order in which a daemon starts them; it stops them in reverse."""
 
 ENV_PREFIX = "DTE_"
-CLIENT_VARIABLES = frozenset({"DTE_CONFIG", "DTE_URL"})
-"""`DTE_*` variables that are not settings: the path of the TOML file, and the address clients talk to."""
+CLIENT_VARIABLES = frozenset({"DTE_CONFIG", "DTE_URL", "DTE_SGLANG_SOCKET_DIR"})
+"""`DTE_*` variables that are not settings: the path of the TOML file, the address clients talk to, and where an
+engine's plugin puts its sockets."""
 
 
 class SettingsError(InvalidInput):

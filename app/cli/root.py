@@ -183,3 +183,40 @@ def verify(
     from app.cli.verifying import run_verify
 
     raise typer.Exit(run_verify(store, run, token, workdir=workdir, as_json=as_json))
+
+
+@app.command()
+def export(
+    version: Annotated[str, typer.Argument(help="Number of a committed version, or `latest`.")],
+    directory: Annotated[Path, typer.Argument(help="Directory to make; it must not exist.")],
+    store: Annotated[str, typer.Option(help="The store: a directory, file:// or http(s)://host/store.")],
+    base: Annotated[
+        Path, typer.Option(help="Checkpoint directory of the same model, for its config and tokenizer files.")
+    ],
+    run: Annotated[str | None, typer.Option(help="The run; needed when the store holds several.")] = None,
+    token: Token = None,
+    shard_mb: Annotated[int, typer.Option(min=1, help="Largest size of a weight file, in MB (10^6 bytes).")] = 5000,
+    workdir: Annotated[
+        Path | None, typer.Option(help="Folder for chunks while exporting (default: beside the directory).")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a version as a Hugging Face checkpoint that SGLang, vLLM or transformers load as it is.
+
+    Every tensor is rebuilt from the store, written, read back, and compared with the digest in the version's decision;
+    only then does the directory appear. If anything is wrong, nothing is left behind. Weight files in the base
+    directory are not copied. Signatures are checked with DTE_SIGNING_KEY when it is set.
+    """
+    from app.cli.export import run_export
+
+    run_export(
+        version,
+        directory,
+        store=store,
+        run=run,
+        base=base,
+        token=token,
+        shard_bytes=shard_mb * 1_000_000,
+        workdir=workdir,
+        as_json=as_json,
+    )

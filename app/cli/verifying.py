@@ -58,7 +58,7 @@ def run_verify(url: str, run: str | None, token: str | None, *, workdir: Path | 
 
 async def _verify(url: str, run: str | None, token: str | None, workdir: Path | None, *, quiet: bool) -> Report:
     async with open_store(url, token) as store:
-        name = run or await _only_run(store)
+        name = run or await only_run(store)
         key = os.environ.get("DTE_SIGNING_KEY")
         chain = Chain(name, store, signing_key=key.encode() if key else None)
         report = Report(name)
@@ -84,7 +84,8 @@ async def _verify(url: str, run: str | None, token: str | None, workdir: Path | 
         return report
 
 
-async def _only_run(store: ChunkStore) -> str:
+async def only_run(store: ChunkStore) -> str:
+    """The run of a store that holds one; InvalidInput if it holds none or several."""
     runs: set[str] = set()
     async for key in store.list("runs/"):
         runs.add(key.split("/")[1])

@@ -15,9 +15,10 @@ from fastapi import APIRouter
 from app.api.receivers import receivers_router
 from app.roles.base import Node, Role
 from app.subscriber.cache import ChunkCache
+from app.subscriber.kinds import check_reachable, check_registration
 from app.subscriber.prefetch import Prefetcher
 from app.subscriber.receiver import Receiver
-from app.subscriber.registry import Registry, check_registration
+from app.subscriber.registry import Registry
 from app.subscriber.targets import Targets
 from clients.protocol import ReceiverInfo, ReceiverRegistration
 from engine.errors import StateConflict
@@ -78,6 +79,9 @@ class SubscriberRole(Role):
         InvalidInput for a kind this daemon does not drive, StateConflict if the name belongs to another living one.
         """
         check_registration(registration)
+        known = self._receivers.get(registration.name)
+        if known is None or known.registration != registration:
+            await check_reachable(registration)
         async with self._changing:
             self.node.chains.get(registration.run)
             existing = self._receivers.get(registration.name)

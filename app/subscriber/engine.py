@@ -39,6 +39,9 @@ class HalfWritten(ProofError):
     code = "half-written"
 
 
+Make = Callable[[str, list[ReceiverClient], list[Description], list[Status]], "Engine"]
+
+
 def _wrong(found: dict[str, str], want: dict[str, str]) -> list[str]:
     return sorted(n for n in want if found.get(n) != want[n])
 
@@ -54,11 +57,13 @@ class Engine:
         self._jigsaw: tuple[tuple[tuple[str, tuple[int, ...], str], ...], Jigsaw] | None = None
 
     @classmethod
-    async def connect(cls, run: str, sockets: Sequence[str], *, owner: str, fence: int) -> Engine:
+    async def connect(
+        cls, run: str, sockets: Sequence[str], *, owner: str, fence: int, make: Make | None = None
+    ) -> Engine:
         """Connect and attach to every rank, and end what an earlier owner left unfinished.
 
         ReceiverGone if a rank's process is not there, InvalidInput if it is not what was registered, ReceiverError
-        `fenced-off` if a newer owner has it.
+        `fenced-off` if a newer owner has it. `make`: another kind of engine from the same connections.
         """
         links: list[ReceiverClient] = []
         try:
@@ -66,15 +71,16 @@ class Engine:
                 links.append(await ReceiverClient.connect(path))
             ranks = await asyncio.gather(*(link.describe() for link in links))
             for number, rank in enumerate(ranks):
-                if (rank.protocol, rank.run, rank.rank, rank.ranks) != (PROTOCOL, run, number, len(sockets)):
+                named = run if rank.run is None else rank.run
+                if (rank.protocol, named, rank.rank, rank.ranks) != (PROTOCOL, run, number, len(sockets)):
                     raise InvalidInput(
                         f"socket {number} is rank {rank.rank} of {rank.ranks} of a receiver of run {rank.run!r}, "
                         f"protocol {rank.protocol}.",
                         remedy=f"Register {len(sockets)} sockets in rank order, of run {run!r}, protocol {PROTOCOL}.",
                     )
             for link in links:
-                await link.attach(owner, fence)
-            engine = cls(run, links, list(ranks), [])
+                await link.attach(owner, fence, run)
+            engine = (make or cls)(run, links, list(ranks), [])
             await engine._clean_up()
             return engine
         except BaseException:
@@ -142,16 +148,22 @@ class Engine:
         t1 = clock()
         # A rank that is there already (another rank's finalize was lost) has nothing to write.
         writers = [link for link, p in zip(self._links, prepared, strict=True) if not p.already]
+        times = await self._write(target.version, writers)
+        await self.refresh()
+        return {"prepare": (t1 - t0) * 1e3, **times}
+
+    async def _write(self, version: int, writers: list[ReceiverClient]) -> dict[str, float]:
+        """What all have prepared becomes the weights of `writers`; returns the milliseconds of each stage."""
+        clock = time.perf_counter
+        t0 = clock()
         try:
-            await self._all(lambda link: link.commit(target.version), writers)
+            await self._all(lambda link: link.commit(version), writers)
         except BaseException as error:
             await self._undo(writers, error)
             raise
-        t2 = clock()
-        await self._all(lambda link: link.finalize(target.version), writers)
-        await self.refresh()
-        t3 = clock()
-        return {"prepare": (t1 - t0) * 1e3, "commit": (t2 - t1) * 1e3, "finalize": (t3 - t2) * 1e3}
+        t1 = clock()
+        await self._all(lambda link: link.finalize(version), writers)
+        return {"commit": (t1 - t0) * 1e3, "finalize": (clock() - t1) * 1e3}
 
     async def resync(self, targets: list[TargetBody]) -> float:
         """Overwrite all ranks from a starting point and its deltas; returns the milliseconds it took.
@@ -162,12 +174,17 @@ class Engine:
         jigsaw = await asyncio.to_thread(self.check_fits, last.tensors)
         start = time.perf_counter()
         found: list[Digests] = await self._all(lambda link: link.resync(targets))
-        wrong = _wrong(jigsaw.combine([f.digests for f in found]), {t.name: t.digest for t in last.tensors})
-        if wrong:
-            raise ProofError(f"after the resync {wrong[0]!r} does not have the digest of version {last.version}.")
+        self._require(jigsaw.combine([f.digests for f in found]), last)
         await self._all(lambda link: link.finalize(last.version))
         await self.refresh()
         return (time.perf_counter() - start) * 1e3
+
+    @staticmethod
+    def _require(found: dict[str, str], target: TargetBody) -> None:
+        """ProofError unless these are the digests of the target."""
+        wrong = _wrong(found, {t.name: t.digest for t in target.tensors})
+        if wrong:
+            raise ProofError(f"after the resync {wrong[0]!r} does not have the digest of version {target.version}.")
 
     def _judge(self, jigsaw: Jigsaw, prepared: list[Prepared], target: TargetBody) -> None:
         if target.base_digests is not None and not any(p.already for p in prepared):

@@ -17,6 +17,7 @@ from app.degraded import Degraded
 from app.events import EventBus
 from app.metrics import Metrics
 from app.subscriber.engine import Engine, HalfWritten
+from app.subscriber.kinds import connect
 from app.subscriber.standing import Standing
 from app.subscriber.targets import NoSource, Step, Targets, digests, is_unreadable
 from clients.protocol import ReceiverRegistration, ReceiverState
@@ -100,10 +101,10 @@ class Receiver:
         while not self._stopping:
             started_s = time.monotonic()
             try:
-                reg = self.registration
-                engine = await Engine.connect(reg.run, reg.sockets, owner=self._owner, fence=self._fence)
+                engine = await connect(self.registration, owner=self._owner, fence=self._fence)
                 try:
                     self._connected = True
+                    self.standing.ranks = engine.ranks
                     await self._attend(engine)
                 finally:
                     self._connected = False

@@ -21,7 +21,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from app.degraded import Degraded
 from clients.protocol import ReceiverRegistration
-from engine.errors import InvalidInput
 
 log = logging.getLogger(__name__)
 
@@ -84,14 +83,3 @@ def _sync_directory(path: Path) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
-
-
-def check_registration(registration: ReceiverRegistration) -> None:
-    """InvalidInput unless this daemon can drive such a receiver."""
-    if registration.kind != "torch":
-        raise InvalidInput(f"this daemon drives receivers of kind 'torch', not {registration.kind!r}.")
-    if not 1 <= len(registration.sockets) <= 1024:
-        raise InvalidInput("a receiver has between 1 and 1024 sockets, one per rank.")
-    for path in registration.sockets:
-        if not path.startswith("/") or "\0" in path or len(path) > 107:
-            raise InvalidInput(f"not an absolute socket path: {path[:80]!r}.")

@@ -33,6 +33,7 @@ class Standing:
         self.installed: int | None = None
         self.installed_step: int | None = None
         self.generations: list[int] = []
+        self.ranks = len(registration.sockets)
         self.resyncs = 0
         self.last_error = ""
         self.last_install_ms: dict[str, float] = {}
@@ -60,7 +61,7 @@ class Standing:
             name=self.name,
             kind=self._registration.kind,
             run=self._registration.run,
-            ranks=len(self._registration.sockets),
+            ranks=self.ranks,
             state=self.state,
             ready=self.ready,
             installed=self.installed,

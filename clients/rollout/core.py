@@ -55,7 +55,7 @@ class ReceiverCore:
     """All operations of the protocol on one rank's weights. Thread-safe: operations take turns.
 
     `owner_grace_s`: how long a lost owner may take to come back before a commit without finalize is rolled back.
-    `finalize_timeout_s`: the same for an owner that is there but silent.
+    `finalize_timeout_s`: the same for an owner that is there but silent. `run` None: that of whoever owns it.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ReceiverCore:
         weights: Weights,
         *,
         name: str,
-        run: str,
+        run: str | None,
         rank: int = 0,
         ranks: int = 1,
         owner_grace_s: float = 2.0,
@@ -71,6 +71,7 @@ class ReceiverCore:
         on_install: Callable[[int], None] | None = None,
     ) -> None:
         self.name, self.run, self.rank, self.ranks = name, run, rank, ranks
+        self._any_run = run is None
         self.fence = 0
         self.gate = Gate()
         self._weights = weights
@@ -98,6 +99,11 @@ class ReceiverCore:
     @property
     def step(self) -> int | None:
         return self._applier.step
+
+    @property
+    def phase(self) -> Phase:
+        """As it is, without looking at the weights."""
+        return self._applier.phase
 
     @property
     def ready(self) -> bool:
@@ -141,7 +147,7 @@ class ReceiverCore:
             return p.Description(
                 protocol=p.PROTOCOL,
                 name=self.name,
-                run=self.run,
+                run=None if self._any_run else self.run,
                 pid=os.getpid(),
                 rank=self.rank,
                 ranks=self.ranks,
@@ -260,6 +266,24 @@ class ReceiverCore:
             return p.Digests(digests={n: to_hex(d) for n, d in digests.items()}, generation=self._generation)
 
     # --- ownership and watchdog -------------------------------------------------------------------------------------
+
+    def check_owner_run(self, run: str | None) -> None:
+        """StateConflict if an owner that follows `run` may not own this receiver."""
+        if run is not None and not self._any_run and run != self.run:
+            raise StateConflict(f"this receiver follows run {self.run!r}, not {run!r}.")
+
+    def follow(self, run: str | None) -> None:
+        """Take the owner's run, where it was left open; the weights are none of its versions until proven."""
+        if self._any_run and run is not None and run != self.run:
+            with self._op:
+                self.run = run
+                self._applier.unprove()
+
+    @contextmanager
+    def exclusively(self) -> Iterator[None]:
+        """Several operations in a row that neither another one nor the watchdog comes between."""
+        with self._op:
+            yield
 
     def owner_present(self) -> None:
         """An owner has attached; whatever the one before left unfinished is now its business, within its own time."""

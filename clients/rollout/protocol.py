@@ -90,9 +90,11 @@ class LocalTensor(Model):
 
 
 class Description(Model):
+    """`run` is null where it is left to the owner."""
+
     protocol: int
     name: str
-    run: RunId
+    run: RunId | None
     pid: int
     rank: Count
     ranks: Annotated[int, Field(ge=1)]
@@ -112,8 +114,11 @@ class Status(Model):
 
 
 class Attach(Model):
+    """`run`: the one the owner follows, for a receiver that was not told its own."""
+
     owner: OwnerId
     fence: Count
+    run: RunId | None = None
 
 
 class Audit(Model):
@@ -186,6 +191,13 @@ class Resync(Model):
 
     targets: Annotated[list[TargetBody], Field(min_length=1, max_length=10000)]
     wait_s: WaitS = 600.0
+
+
+def in_one_frame(targets: list[TargetBody]) -> list[TargetBody]:
+    """The targets of a resync with the tensors named once: with 100,000 of them each list has some 20 MB."""
+    return [t.model_copy(update={"tensors": [], "base_digests": None}) for t in targets[:-1]] + [
+        t.model_copy(update={"base_digests": None}) for t in targets[-1:]
+    ]
 
 
 # --- framing --------------------------------------------------------------------------------------------------------
@@ -317,8 +329,8 @@ class ReceiverClient:
     async def status(self, *, timeout_s: float | None = 30.0) -> Status:
         return await self.call("status", Empty(), Status, timeout_s=timeout_s)
 
-    async def attach(self, owner: str, fence: int, *, timeout_s: float | None = 60.0) -> Status:
-        return await self.call("attach", Attach(owner=owner, fence=fence), Status, timeout_s=timeout_s)
+    async def attach(self, owner: str, fence: int, run: str | None = None, *, timeout_s: float | None = 60.0) -> Status:
+        return await self.call("attach", Attach(owner=owner, fence=fence, run=run), Status, timeout_s=timeout_s)
 
     async def audit(self, tensors: list[TensorMeta]) -> Digests:
         metas = [TensorMeta(name=t.name, shape=t.shape, dtype=t.dtype) for t in tensors]
@@ -343,8 +355,4 @@ class ReceiverClient:
         return await self.call("abort", Empty(), Status)
 
     async def resync(self, targets: list[TargetBody], *, wait_s: float = 600.0) -> Digests:
-        """All targets go in one frame, so the tensors are named once: with 100,000 of them each list has some 20 MB."""
-        targets = [t.model_copy(update={"tensors": [], "base_digests": None}) for t in targets[:-1]] + [
-            t.model_copy(update={"base_digests": None}) for t in targets[-1:]
-        ]
-        return await self.call("resync", Resync(targets=targets, wait_s=wait_s), Digests)
+        return await self.call("resync", Resync(targets=in_one_frame(targets), wait_s=wait_s), Digests)

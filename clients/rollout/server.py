@@ -17,7 +17,7 @@ from pathlib import Path
 
 from clients.protocol import Model
 from clients.rollout import protocol as p
-from clients.rollout.core import ReceiverCore, error_body, operations
+from clients.rollout.core import Operations, ReceiverCore, error_body, operations
 from engine.errors import CodecError, DteError, InvalidInput, StateConflict
 
 log = logging.getLogger(__name__)
@@ -77,12 +77,15 @@ def _receive(connection: socket.socket, count: int) -> bytes | None:
 
 
 class ReceiverServer:
-    """Serves one `ReceiverCore` until closed. Requests of one connection are answered in order."""
+    """Serves one `ReceiverCore` until closed. Requests of one connection are answered in order.
 
-    def __init__(self, core: ReceiverCore, path: Path) -> None:
+    `serves`: the operations, where they are not the core's own.
+    """
+
+    def __init__(self, core: ReceiverCore, path: Path, serves: Operations | None = None) -> None:
         self.core = core
         self.path = path
-        self._operations = operations(core)
+        self._operations = operations(core) if serves is None else serves
         self._lock = threading.Lock()
         self._owner: socket.socket | None = None
         self._owner_id = ""
@@ -185,7 +188,13 @@ class ReceiverServer:
             log.exception("receiver %s: %s failed", self.core.name, request.op)
             return p.Response(id=request.id, error=error_body(error))
 
+    def owned_by(self, owner: str, fence: int) -> bool:
+        """True if `owner` is attached with `fence`."""
+        with self._lock:
+            return self._owner is not None and (owner, fence) == (self._owner_id, self.core.fence)
+
     def _attach(self, connection: socket.socket, body: p.Attach) -> p.Status:
+        self.core.check_owner_run(body.run)
         with self._lock:
             again = body.fence == self.core.fence and body.owner == self._owner_id
             if body.fence <= self.core.fence and not again:
@@ -195,6 +204,7 @@ class ReceiverServer:
                 )
             self._owner, self._owner_id, self.core.fence = connection, body.owner, body.fence
             self._attached.set()
+        self.core.follow(body.run)
         self.core.owner_present()
         return self.core.status()
 

@@ -215,6 +215,7 @@ class Publisher:
         items = [
             item(m, contiguous(0, state[m.name].size, state[m.name].size), i, None, state[m.name])
             for i, m in enumerate(self.metas)
+            if state[m.name].size
         ]
         header = ChunkHeader(run=self.run, version=version, epoch=1, writer=0, seq=0, base=None)
         coded = encode(header, items)

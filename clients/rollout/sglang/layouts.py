@@ -1,0 +1,120 @@
+"""Where this rank's parameters keep the canonical tensors: from the rule table, from disk, or by probing the loader.
+
+One invariant: probing ends with the parameters' values as they were. A layout is a claim, which the digests of a known
+version confirm before anything is written.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from clients.rollout.layout_cache import LayoutCache, LayoutKey
+from engine.errors import InvalidInput
+from engine.layout.placement import Placement
+from engine.models import has_table, layouts_for
+from engine.probe import kept, probe
+from engine.records.models import TensorMeta
+
+log = logging.getLogger(__name__)
+
+CACHE_DIR = "DTE_SGLANG_CACHE_DIR"
+PROBE = "DTE_SGLANG_PROBE"
+"""Set to 1, layouts are probed even where there is a table."""
+MAX_HEADER_BYTES = 100 << 20
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+def checkpoint_tensors(folder: Path) -> list[TensorMeta]:
+    """The tensors of a checkpoint from the headers of its safetensors files; InvalidInput if it has none."""
+    found: dict[str, TensorMeta] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > MAX_HEADER_BYTES:
+                raise InvalidInput(f"{path.name} has a header of {length} bytes.")
+            header = json.loads(file.read(length))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                dtype = _DTYPES.get(entry["dtype"], entry["dtype"])
+                found[name] = TensorMeta.model_validate({"name": name, "shape": entry["shape"], "dtype": dtype})
+    if not found:
+        raise InvalidInput(
+            f"the model path {str(folder)!r} has no safetensors files to learn the checkpoint's tensors from.",
+            remedy="Serve a local directory in safetensors form, or an architecture with a layout table.",
+        )
+    return list(found.values())
+
+
+def cache_dir() -> Path:
+    """`DTE_SGLANG_CACHE_DIR`, or the user's cache directory."""
+    named = os.environ.get(CACHE_DIR)
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(named) if named else base / "dte" / "layouts"
+
+
+def find_layouts(
+    model: nn.Module, config: Mapping[str, Any], path: str, ranks: Sequence[int], flags: Mapping[str, Any]
+) -> Mapping[str, Sequence[Placement]]:
+    """Parameter → placements on this rank.
+
+    `ranks`: tensor-parallel rank and size, expert-parallel rank and size. `flags`: what else a probed layout depends
+    on. InvalidInput if a tensor is stored otherwise than by its bits.
+    """
+    if has_table(config) and os.environ.get(PROBE) != "1":
+        table = layouts_for(config, *ranks)
+        odd = _misfit(model, table)
+        if odd is None:
+            return table
+        log.info("the engine keeps %r otherwise than its table says: probing", odd)
+    tensors = checkpoint_tensors(Path(path))
+    shape = dict(zip(("tp_rank", "tp_size", "ep_rank", "ep_size"), ranks, strict=True))
+    key = LayoutKey(json.loads(json.dumps(config, default=str)), shape, flags, tensors)
+    cache = LayoutCache(cache_dir())
+    found = cache.get(key)
+    if found is None:
+        log.info("probing where the engine keeps %d tensors", len(tensors))
+        found = _probe(model, tensors)
+        try:
+            cache.put(key, found)
+        except OSError as error:
+            log.warning("probed layouts are not kept: %s", error)
+    if found.not_identity:
+        name, why = next(iter(found.not_identity.items()))
+        raise InvalidInput(
+            f"the engine does not keep the bits of {name!r} and {len(found.not_identity) - 1} more: {why}"
+        )
+    return found.placements
+
+
+def _misfit(model: nn.Module, table: Mapping[str, Sequence[Placement]]) -> str | None:
+    """A parameter that is not as the table says: engines pad sizes that do not suit their kernels."""
+    sizes = {name: tensor.numel() for name, tensor in model.named_parameters()}
+    for name in sorted(sizes.keys() | table.keys()):
+        if name not in table or any(p.layout.src_numel != sizes.get(name) for p in table[name]):
+            return name
+    return None
+
+
+def _probe(model: nn.Module, tensors: Sequence[TensorMeta]) -> Any:
+    from sglang.srt.model_loader.loader import DefaultModelLoader, post_load_weights
+
+    device = next(model.parameters()).device
+
+    def load(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        DefaultModelLoader.load_weights_and_postprocess(model, named, device)
+
+    def parameters() -> dict[str, torch.Tensor]:
+        return dict(model.named_parameters())
+
+    with kept(parameters):
+        found = probe(tensors, load, parameters)
+    post_load_weights(model)
+    return found

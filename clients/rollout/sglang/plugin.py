@@ -1,0 +1,256 @@
+"""The entry point SGLang calls in each of its processes, and the hooks it registers there.
+
+One invariant: nothing of the engine is changed but through its hook registry; a hook of ours never raises into the
+engine, and an engine we cannot serve goes on serving requests and says why through `GET /server_info`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from clients.rollout.server import ReceiverServer
+from clients.rollout.sglang.call import (
+    PLUGIN_PROTOCOL,
+    Announcement,
+    EngineAnswer,
+    answer_text,
+    parse_call,
+)
+from clients.rollout.sglang.layouts import find_layouts
+from clients.rollout.sglang.rank import SglangRank, share
+from clients.rollout.sglang.weights import EngineWeights, dtype_name
+from engine.errors import DteError, StateConflict
+
+log = logging.getLogger(__name__)
+
+SOCKET_DIR = "DTE_SGLANG_SOCKET_DIR"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_PARTS = "sglang.srt.managers.scheduler_components"
+_UPDATER = f"{_PARTS}.weight_updater.SchedulerWeightUpdaterManager"
+_STATE = f"{_PARTS}.internal_state.SchedulerInternalStateController"
+_WRITERS = (
+    "update_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+    "begin_weight_update",
+    "end_weight_update",
+)
+
+
+def socket_dir() -> Path:
+    """Where the ranks' sockets are: `DTE_SGLANG_SOCKET_DIR`, or a private directory of the user."""
+    named = os.environ.get(SOCKET_DIR)
+    if named:
+        return Path(named).absolute()
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"dte-{os.getuid()}"
+
+
+class SchedulerHost:
+    """The `Host` that a scheduler is."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        args = scheduler.server_args
+        host = "127.0.0.1" if args.host in ("0.0.0.0", "::", None) else args.host
+        self._url = f"http://{host}:{args.port}"
+        key = getattr(args, "admin_api_key", None) or args.api_key
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+    @property
+    def model(self) -> Any:
+        ((_, runner),) = self._scheduler.weight_updater._select_runners("target")
+        return runner.model
+
+    def can_flush(self) -> bool:
+        return bool(self._scheduler.is_fully_idle(ignore_waiting=self._scheduler._engine_paused))
+
+    def flush(self, keep_running: bool) -> None:
+        if self.can_flush():
+            if not self._scheduler.flush_cache(empty_cache=False):
+                raise StateConflict("the engine did not flush its cache.")
+            return
+        if not keep_running:
+            raise StateConflict("requests are running, so that the cache could not be flushed.")
+        self._drop_unused()
+
+    def _drop_unused(self) -> None:
+        """Evict every cached prefix that no running request holds."""
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        cache = self._scheduler.tree_cache
+        size = cache.evictable_size()
+        if size:
+            cache.evict(EvictParams(num_tokens=int(size)))
+        if cache.evictable_size():
+            raise StateConflict("the engine did not drop what it had cached with the old weights.")
+
+    def refresh_derived(self) -> None:
+        from sglang.srt.model_loader.loader import post_load_weights
+
+        post_load_weights(self.model)
+
+    def set_version(self, label: str) -> None:
+        self._scheduler.record_weight_version_change(new_version=label)
+
+    def go_on(self) -> None:
+        httpx.post(f"{self._url}/continue_generation", json={}, headers=self._headers, timeout=60.0).raise_for_status()
+
+
+def unsupported(args: Any) -> str | None:
+    """Why an engine started with these arguments cannot be served; None if it can."""
+    checks: tuple[tuple[bool, str], ...] = (
+        (args.dp_size > 1, "data-parallel replicas; run one server per replica and register each"),
+        (args.pp_size > 1, "pipeline parallelism"),
+        (args.nnodes > 1, "an engine on several nodes"),
+        (bool(args.speculative_algorithm), "a draft model"),
+        (bool(args.enable_hierarchical_cache), "a hierarchical cache"),
+        (bool(getattr(args, "enable_lora", False)), "LoRA adapters"),
+        (bool(args.quantization), f"quantization ({args.quantization})"),
+    )
+    return next((f"this engine has {what}, which is not supported." for bad, what in checks if bad), None)
+
+
+class Plugin:
+    """The hooks of one process. In a scheduler process it serves that rank from the end of its construction on."""
+
+    def __init__(self) -> None:
+        self._rank: SglangRank | None = None
+        self._announced: Announcement | None = None
+
+    # --- binding ----------------------------------------------------------------------------------------------------
+
+    def scheduler_built(self, result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        """After a scheduler's construction: its model is loaded."""
+        boot = uuid.uuid4().hex[:12]
+        why = unsupported(scheduler.server_args)
+        if why is not None:
+            log.warning("dte does not serve this engine: %s", why)
+            self._announced = Announcement(protocol=PLUGIN_PROTOCOL, boot=boot, sockets=[], error=why)
+            return
+        report: dict[str, Any] = {"path": None, "error": None}
+        try:
+            report["path"] = str(self._bind(scheduler))
+        except Exception as error:
+            report["error"] = error.message[:1000] if isinstance(error, DteError) else repr(error)[:1000]
+            log.warning("dte does not serve this rank", exc_info=True)
+        # All ranks get here, so that none waits for another; one that cannot be served means the engine cannot.
+        reports = share(report, int(scheduler.tp_size), scheduler.tp_cpu_group)
+        errors = [f"rank {n}: {r['error']}" for n, r in enumerate(reports) if r["error"] is not None]
+        self._announced = Announcement(
+            protocol=PLUGIN_PROTOCOL,
+            boot=boot,
+            sockets=[] if errors else [r["path"] for r in reports],
+            error=errors[0] if errors else None,
+        )
+
+    def _bind(self, scheduler: Any) -> Path:
+        from sglang.srt.runtime_context import get_parallel
+
+        parallel = get_parallel()
+        host = SchedulerHost(scheduler)
+        rank, ranks = int(parallel.tp_rank), int(parallel.tp_size)
+        model = scheduler.model_config
+        config = {**model.hf_text_config.to_dict(), "dtype": dtype_name(model.dtype)}
+        config["architectures"] = list(model.hf_config.architectures)
+        place = (rank, ranks, int(parallel.moe_ep_rank), int(parallel.moe_ep_size))
+        args = scheduler.server_args
+        flags = {"sglang": importlib.metadata.version("sglang"), "moe": str(getattr(args, "moe_runner_backend", ""))}
+        layouts = find_layouts(host.model, config, args.model_path, place, flags)
+        tied = bool(config.get("tie_word_embeddings"))
+        weights = EngineWeights(
+            host.model,
+            layouts,
+            aliases={"model.embed_tokens.weight": ["lm_head.weight"]} if tied else None,
+            partial=ranks > 1,
+        )
+        port = scheduler.server_args.port
+        path = socket_dir() / f"sgl-{port}-{os.getpid()}.sock"
+        self._rank = SglangRank(
+            weights,
+            host,
+            lambda core, serves: ReceiverServer(core, path, serves),
+            name=f"sglang-{port}",
+            rank=rank,
+            ranks=ranks,
+            group=scheduler.tp_cpu_group,
+        )
+        log.info("dte serves rank %d of %d at %s", rank, ranks, path)
+        return path
+
+    def internal_state(self, result: Any, *args: Any, **kwargs: Any) -> Any:
+        """After the engine's own report: add where we listen."""
+        if self._announced is not None:
+            result.internal_state["dte"] = self._announced.model_dump(mode="json")
+        return result
+
+    # --- updates ----------------------------------------------------------------------------------------------------
+
+    def from_disk(self, original: Callable[[Any, Any], Any], updater: Any, request: Any) -> Any:
+        """Around the engine's update call: ours if the manifest says so, else its own."""
+        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
+
+        try:
+            call = parse_call(request.manifest)
+        except DteError as error:
+            return UpdateWeightFromDiskReqOutput(success=False, message=str(error))
+        if call is None:
+            return self.writer(original, updater, request)
+        if self._rank is None:
+            why = self._announced.error if self._announced is not None else "the plugin is not bound"
+            return UpdateWeightFromDiskReqOutput(success=False, message=f"dte does not serve this engine: {why}")
+        answer: EngineAnswer = self._rank.update(call)
+        return UpdateWeightFromDiskReqOutput(success=answer.error is None, message=answer_text(answer))
+
+    def writer(self, original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around every other call that may write weights: they count as touched before and after it."""
+        rank = self._rank
+        if rank is None:
+            return original(updater, *args, **kwargs)
+        rank.touch()
+        try:
+            return original(updater, *args, **kwargs)
+        finally:
+            rank.touch()
+
+    def release(self, original: Callable[..., Any], updater: Any, request: Any) -> Any:
+        """Around the release of memory: nothing of ours reads the weights while they are away."""
+        if self._rank is not None and _weights_in(request.tags):
+            self._rank.memory(away=True)
+        return original(updater, request)
+
+    def resume(self, original: Callable[..., Any], updater: Any, request: Any) -> Any:
+        """Around the return of memory: what is in it has to be proven."""
+        answer = original(updater, request)
+        if self._rank is not None and _weights_in(request.tags):
+            self._rank.memory(away=False)
+        return answer
+
+
+def _weights_in(tags: Any) -> bool:
+    return not tags or "weights" in tags
+
+
+def register() -> None:
+    """Register the hooks. Called once in each process of the engine; all but schedulers have nothing to hook."""
+    if _SCHEDULER.rpartition(".")[0] not in sys.modules:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    plugin = Plugin()
+    HookRegistry.register(f"{_SCHEDULER}.__init__", plugin.scheduler_built, HookType.AFTER)
+    HookRegistry.register(f"{_STATE}.get_internal_state", plugin.internal_state, HookType.AFTER)
+    HookRegistry.register(f"{_UPDATER}.update_weights_from_disk", plugin.from_disk, HookType.AROUND)
+    for name in _WRITERS:
+        HookRegistry.register(f"{_UPDATER}.{name}", plugin.writer, HookType.AROUND)
+    HookRegistry.register(f"{_UPDATER}.release_memory_occupation", plugin.release, HookType.AROUND)
+    HookRegistry.register(f"{_UPDATER}.resume_memory_occupation", plugin.resume, HookType.AROUND)

@@ -1,0 +1,119 @@
+"""One scheduler rank's parameters as the receiver core wants them.
+
+One invariant: pointers are looked up anew each time, so a parameter that the engine replaced is seen as replaced; what
+the engine's own update calls write is counted in `touched`, since nothing in the memory itself tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from engine.apply import LaneView, LiveCopy, LiveSet, LiveTensor
+from engine.errors import InvalidInput, StateConflict
+from engine.layout.algebra import scaled
+from engine.layout.blocks import Block, Layout
+from engine.layout.placement import Placement
+from engine.records.models import ITEMSIZE
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Without the `torch.`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters, tied ones once."""
+    return dict(model.named_parameters())
+
+
+def _window(layout: Layout) -> tuple[int, Layout]:
+    """(first, the layout of the run of local elements from there on); InvalidInput if it is not one gapless run."""
+    first = min(b.src_offset for b in layout.blocks)
+    last = max(b.src_last for b in layout.blocks)
+    count = sum(b.numel for b in layout.blocks)
+    if last - first + 1 != count:
+        raise InvalidInput("the elements of a tensor are scattered over its parameter; no such layout is served yet.")
+    blocks = tuple(
+        Block(b.shape, b.src_offset - first, b.src_strides, b.dst_offset, b.dst_strides) for b in layout.blocks
+    )
+    return first, Layout(blocks, count, layout.dst_numel)
+
+
+class EngineWeights:
+    """`placements`: what each parameter holds. `aliases`: further names a version may use for a canonical tensor."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        placements: Mapping[str, Sequence[Placement]],
+        *,
+        aliases: Mapping[str, Sequence[str]] | None = None,
+        partial: bool = False,
+    ) -> None:
+        self._model = model
+        self._placements = {name: tuple(found) for name, found in placements.items()}
+        self._aliases = {name: tuple(more) for name, more in (aliases or {}).items()}
+        self._partial = partial
+        self._touched = 0
+        self.away = False
+
+    def touch(self) -> None:
+        """Something other than the receiver protocol writes, or may have written, to the weights."""
+        self._touched += 1
+
+    def places(self) -> tuple[object, ...]:
+        if self.away:
+            return ("away",)
+        found = parameters_of(self._model)
+        return tuple((n, t.data_ptr(), t.dtype, *t.shape, *t.stride()) for n, t in found.items())
+
+    def writes(self) -> tuple[object, ...]:
+        return (self._touched,)
+
+    def live(self) -> LiveSet:
+        """StateConflict while the memory is released; InvalidInput if a parameter is not what it was."""
+        if self.away:
+            raise StateConflict("the engine has released the memory of its weights.", remedy="Resume it first.")
+        found = parameters_of(self._model)
+        if found.keys() != self._placements.keys():
+            other = sorted(found.keys() ^ self._placements.keys())[0]
+            side = "the model" if other in found else "the layout"
+            raise InvalidInput(f"only {side} has a parameter {other!r}.")
+        copies: dict[str, list[tuple[Placement, LiveCopy]]] = {}
+        for name, placed in self._placements.items():
+            raw = self._memory(name, found[name])
+            for placement in placed:
+                first, layout = _window(placement.layout)
+                size = ITEMSIZE[placement.tensor.dtype]
+                view = LaneView(raw[first * size : (first + layout.src_numel) * size])
+                copy = LiveCopy(view, scaled(layout, size // 2))
+                copies.setdefault(placement.tensor.name, []).append((placement, copy))
+        tensors = [
+            LiveTensor(
+                (name, *self._aliases.get(name, ())),
+                tuple(placed[0][0].tensor.shape),
+                placed[0][0].tensor.dtype,
+                tuple(copy for _, copy in placed),
+            )
+            for name, placed in copies.items()
+        ]
+        return LiveSet(tensors, partial=self._partial)
+
+    def _memory(self, name: str, tensor: torch.Tensor) -> npt.NDArray[Any]:
+        """The parameter's bytes, not a copy."""
+        dtype = dtype_name(tensor.dtype)
+        if tensor.device.type != "cpu":
+            raise InvalidInput(f"{name!r} lies on {tensor.device}; weights on other devices than CPUs are not served.")
+        if not tensor.is_contiguous() or ITEMSIZE.get(dtype, 1) < 2:
+            raise InvalidInput(f"{name!r} ({dtype}, strides {tensor.stride()}) is not a plain 16- or 32-bit tensor.")
+        for placement in self._placements[name]:
+            if placement.tensor.dtype != dtype or placement.layout.src_numel != tensor.numel():
+                raise InvalidInput(f"{name!r} is now {dtype} with {tensor.numel()} elements; it was loaded otherwise.")
+        flat = tensor.detach().view(-1)
+        return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)

@@ -1,0 +1,57 @@
+"""A server of two ranks: they are at one version, whatever happens to one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.sglang.checkpoints import write
+from tests.support.sglang.server import Server
+from tests.support.sglang.world import World
+
+Worlds = Callable[..., World]
+
+
+@pytest.fixture(scope="module")
+def pair(start: Callable[..., Server], qwen3: Path) -> Server:
+    return start(qwen3, tp=2).wait_ready()
+
+
+@pytest.fixture
+def world(worlds: Worlds, pair: Server, qwen3: Path) -> World:
+    found = worlds(qwen3)
+    assert found.register(pair).status_code == 200
+    found.wait_version(0)
+    return found
+
+
+def expected(server: Server, world: World) -> None:
+    sums = server.checksums()
+    copy = write(server.model, world.state, world.folder / f"checkpoint-{world.publisher.next}")
+    assert server.post("/update_weights_from_disk", model_path=str(copy)).status_code == 200
+    assert server.checksums() == sums
+    assert server.post("/update_weights_from_disk", model_path=str(server.model)).status_code == 200
+
+
+@pytest.mark.parametrize("fault", ["refuse-0", "refuse-1", "tear"])
+def test_one_rank_that_fails_takes_the_others_back_with_it(world: World, pair: Server, fault: str) -> None:
+    (pair.faults / fault).touch()
+    version = world.step().version
+    found = world.wait_version(version)
+    assert found["resyncs"] == 0
+    assert not (pair.faults / fault).exists()
+    assert "asked to" in world.log()
+    assert pair.generate()["meta_info"]["weight_version"] == str(version)
+    expected(pair, world)
+
+
+def test_the_newer_of_two_daemons_has_the_server(world: World, worlds: Worlds, pair: Server, qwen3: Path) -> None:
+    other = worlds(qwen3)
+    assert other.register(pair).status_code == 200
+    other.wait_version(0)
+    world.wait(ready=False)
+    version = other.step().version
+    other.wait_version(version)
+    expected(pair, other)
