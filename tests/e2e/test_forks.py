@@ -76,6 +76,7 @@ def test_a_fork_does_not_speak_for_the_trainer() -> None:
     daemon.close()
 
 
+@pytest.mark.slow
 def test_a_fork_that_exits_and_a_trainer_that_never_closes_leave_the_right_files() -> None:
     found = subprocess.run([sys.executable, "-c", SCRIPT, "unclosed"], capture_output=True, text=True, timeout=120)
     assert found.stdout.split() == ["2", "1"], found.stderr
