@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 QUEUED_SYNCS = 8
 NOTING_S = 1.0
 READY_S = 2.0
+STORE_S = 1.5
+"""How long a trainer's call waits for the store. The store's own deadline is for uploads, not for training."""
 WATCH_S = 2.0
 """How often a session looks whether its trainer lives and its epoch is the newest."""
 
@@ -110,9 +112,10 @@ class RankSession:
         """Whether the next sync may publish, and as which number."""
         state, epoch = self.state, await self._open_epoch()
         try:
-            await state.chain.refresh()
-        except StoreError as error:
-            return Cut(epoch=epoch, version=None, reason=f"the store cannot be read: {error.message}")
+            async with asyncio.timeout(STORE_S):
+                await state.chain.refresh()
+        except (StoreError, TimeoutError) as error:
+            return Cut(epoch=epoch, version=None, reason=f"the store cannot be read: {error or 'no answer in time'}")
         # What only has to be noted down here is worth a moment: a null costs the whole job a version.
         await state.until(self._noted, NOTING_S)
         state.check_superseded()
@@ -122,9 +125,10 @@ class RankSession:
             return Cut(epoch=epoch, version=None, reason="an earlier sync is still being read")
         try:
             # Here and not in the sync: now the trainer is not held.
-            state.dense_asked = await state.chain.dense_asked()
-        except StoreError as error:
-            log.warning("%s: requests for a dense version cannot be read: %s", state.name, error)
+            async with asyncio.timeout(STORE_S):
+                state.dense_asked = await state.chain.dense_asked()
+        except (StoreError, TimeoutError) as error:
+            log.warning("%s: requests for a dense version cannot be read: %s", state.name, error or "no answer in time")
         return Cut(epoch=epoch, version=state.chain.next_version)
 
     async def submit(self, sync: SyncRequest) -> tuple[Job, bool]:
@@ -147,8 +151,9 @@ class RankSession:
                 )
             if sync.version is not None:
                 # A store that is away now is no reason to refuse: the number was given out, and the commit is fenced.
-                with contextlib.suppress(StoreError):
-                    await state.chain.refresh()
+                with contextlib.suppress(StoreError, TimeoutError):
+                    async with asyncio.timeout(STORE_S):
+                        await state.chain.refresh()
                 state.check_superseded()
                 self._check_number(sync.version)
             try:

@@ -189,9 +189,10 @@ def test_an_incomplete_version_is_fenced_off(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/launches/", "/epochs/", r"/decision\.json"], ids=["announcing", "claiming", "opening"]
+    ("path", "after"),
+    [("/launches/", True), ("/epochs/", False), (r"/decision\.json", True)],
+    ids=["announced-not-acknowledged", "before-claiming", "opened-not-acknowledged"],
 )
-@pytest.mark.parametrize("after", [False, True], ids=["before", "not-acknowledged"])
 def test_a_daemon_dies_while_the_epoch_opens(cluster: Cluster, path: str, after: bool) -> None:
     """The trainers wait for it; it goes on where it was. There is one epoch, and one number is spent on it."""
     cluster.settle()
