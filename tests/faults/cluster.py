@@ -203,7 +203,11 @@ class Cluster:
             trainer.send(op, **values)
 
     def gather(self) -> list[dict[str, Any]]:
-        answers = [t.receive() for t in self.trainers]
+        try:
+            answers = [t.receive() for t in self.trainers]
+        except AssertionError as error:
+            # A rank that gave up leaves the others waiting in a collective: what it says is what went wrong.
+            raise AssertionError(f"{error}\n{self.tails()}") from None
         for t, a in zip(self.trainers, answers, strict=True):
             assert a["ok"], f"{t.name}: {a}\n{t.tail()}"
         return answers
