@@ -309,6 +309,21 @@ async def test_registration_is_checked(world: World) -> None:
             await role.remove("nobody")
 
 
+async def test_a_daemon_whose_receiver_another_one_took_over_says_so(world: World) -> None:
+    await world.step()
+    process = world.receiver()
+    async with world.daemon(data_dir=world.folder / "first") as first:
+        await world.register(process)
+        await world.in_sync()
+        async with world.daemon(data_dir=world.folder / "second"):
+            await world.register(process)
+            await world.in_sync()
+            world.role = first
+            info = await world.until(lambda i: i.state is ReceiverState.FAILED)
+            assert not info.ready
+            assert "owner" in info.last_error
+
+
 async def test_decisions_signed_with_another_key_are_not_followed(world: World) -> None:
     world.publisher.key = b"right-key-right-key"
     await world.step()

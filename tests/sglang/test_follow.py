@@ -46,7 +46,7 @@ def test_versions_arrive_bit_for_bit(
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_another_server_started_from_the_newest_weights_is_the_same(
+def test_another_server_started_from_a_later_version_is_the_same_and_goes_on_from_it(
     qwen3: Path, tmp_path: Path, start: Start, worlds: Worlds, tp: int
 ) -> None:
     server = start(qwen3, tp=tp).wait_ready()
@@ -56,6 +56,13 @@ def test_another_server_started_from_the_newest_weights_is_the_same(
     fresh = start(write(qwen3, world.state, tmp_path / "trained"), tp=tp).wait_ready()
     assert fresh.checksums() == sums
     assert fresh.generate()["output_ids"] == answer["output_ids"]
+    world.step()
+    version = world.step().version
+    assert world.register(fresh, "fresh").status_code == 200
+    found = world.wait_version(version, "fresh")
+    assert found["resyncs"] == 0
+    assert world.receiver()["state"] == "lost"
+    world.expect_newest(fresh)
     fresh.end()
 
 
