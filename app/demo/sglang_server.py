@@ -74,7 +74,7 @@ def command(python: Path, model: Path, port: int, *, requests: int, seed: int) -
         str(python), "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu",
         "--host", "127.0.0.1", "--port", str(port), "--random-seed", str(seed),
         "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none",
-        "--disable-cuda-graph", "--disable-overlap-schedule", "--skip-server-warmup",
+        "--disable-cuda-graph", "--disable-overlap-schedule", "--skip-server-warmup", "--sleep-on-idle",
         "--max-running-requests", str(requests), "--max-total-tokens", "4096", "--context-length", "512",
     ]  # fmt: skip
 
