@@ -227,7 +227,7 @@ class _Loop:
         self._table.note("shipping version 0, the whole model")
         started = time.monotonic()
         info = self._versions.wait_for_version(0, VERSION_TIMEOUT_S)
-        receivers = self._wait_for_receivers(info.version)
+        receivers = self.wait_for_receivers(info.version)
         self.installed = info.version
         self._add(self._row(info.version, 0, info.timings_ms, (time.monotonic() - started) * 1e3, receivers, None))
 
@@ -261,7 +261,7 @@ class _Loop:
 
         if job.state is JobState.COMMITTED and job.version is not None:
             started = time.monotonic()
-            receivers = self._wait_for_receivers(job.version)
+            receivers = self.wait_for_receivers(job.version)
             lag_ms = (time.monotonic() - started) * 1e3
             self.installed = job.version
             self._add(self._row(job.version, job.step, job.timings_ms, lag_ms, receivers, rollout))
@@ -282,7 +282,7 @@ class _Loop:
 
             raise JobFailed(job)
 
-    def _wait_for_receivers(self, version: int) -> list[ReceiverInfo]:
+    def wait_for_receivers(self, version: int) -> list[ReceiverInfo]:
         """Until all serve the version; ReceiverFailed at once when one is given up, ChildFailed when a process ends."""
         from app.demo.link import ReceiverFailed
         from clients.errors import WaitTimeout
