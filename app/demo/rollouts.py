@@ -47,11 +47,13 @@ class Sampled:
 class Reload:
     """How a second engine, started from the exported last version, compares with the one that received it.
 
-    `parameters` and `prompts`: how many checksums, and greedy answers, were compared; the others: which of them differ.
+    `parameters` and `prompts`: how many checksums, and greedy answers, were compared; `differing_…`: which, or how many
+    of them, differ. `changed_parameters`: how many checksums of the first one were others when it was registered.
     """
 
     version: int
     parameters: int
+    changed_parameters: int
     differing_parameters: tuple[str, ...]
     prompts: int
     differing_answers: int

@@ -86,7 +86,8 @@ def conclude(outcome: Outcome, seconds: float, options: DemoOptions) -> int:
     if reload is not None:
         checksums = f"{len(reload.differing_parameters)} of {reload.parameters} checksums differ"
         answers = f"{reload.differing_answers} of {reload.prompts} greedy answers differ"
-        verdict = f"same {reload.parameters} checksums, same {reload.prompts} greedy answers"
+        changed = f"{reload.changed_parameters} of them changed since the start"
+        verdict = f"same {reload.parameters} checksums ({changed}), same {reload.prompts} greedy answers"
         print(
             f"a second SGLang server, started from version {reload.version} on disk: "
             f"{verdict if reload.same else f'{checksums}, {answers}'}"

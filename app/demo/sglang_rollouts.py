@@ -42,12 +42,13 @@ class Seen:
     checksums: dict[str, str]
     answers: list[list[int]]
 
-    def reload(self, version: int, second: Seen) -> Reload:
-        """Compare with what a second server, started from `version` on disk, shows."""
+    def reload(self, version: int, second: Seen, before: dict[str, str]) -> Reload:
+        """Compare with what a second server, started from `version` on disk, shows. `before`: checksums at first."""
         names = self.checksums.keys() | second.checksums.keys()
         wrong = sorted(n for n in names if self.checksums.get(n) != second.checksums.get(n))
         answers = sum(a != b for a, b in zip(self.answers, second.answers, strict=True))
-        return Reload(version, len(names), tuple(wrong), len(self.answers), answers)
+        changed = sum(before.get(n) != c for n, c in self.checksums.items())
+        return Reload(version, len(names), changed, tuple(wrong), len(self.answers), answers)
 
 
 class SglangRollouts:
@@ -61,6 +62,7 @@ class SglangRollouts:
         self._base = stage.workdir / "model"
         self._child: Child | None = None
         self._prompts: list[list[int]] = []
+        self._before: dict[str, str] = {}
         self._given = url is not None
         self._port = free_port()
         self._server = self._open(url or f"http://127.0.0.1:{self._port}")
@@ -83,6 +85,7 @@ class SglangRollouts:
         """Wait until the server answers, and register it."""
         if self._child is not None:
             self._wait(self._server, self._child, "the SGLang server starts", note)
+        self._before = self._server.checksums()
         body = ReceiverRegistration(name=NAME, kind="sglang", run=self._stage.run, url=self._server.url)
         daemon = Sender(self._stage.rollout_url)
         try:
@@ -121,7 +124,7 @@ class SglangRollouts:
         child = self._launch("sglang-second", directory, port)
         server = self._open(f"http://127.0.0.1:{port}")
         self._wait(server, child, f"a second SGLang server starts from version {version} on disk", note)
-        return Verdict([comparison], first.reload(version, self._look(server)))
+        return Verdict([comparison], first.reload(version, self._look(server), self._before))
 
     def _look(self, server: SglangServer) -> Seen:
         # One prompt at a time: what shares a batch may change the last bits of a logit, and so a greedy answer.

@@ -365,15 +365,15 @@ def test_a_demo_whose_second_engine_differs_fails(capsys: pytest.CaptureFixture[
     def code(reload: Reload) -> int:
         return conclude(Outcome([], Verdict([right], reload), 0.0, Path()), 1.0, options)
 
-    assert code(Reload(3, 2, (), 4, 0)) == 0
-    assert "same 2 checksums, same 4 greedy answers" in capsys.readouterr().out
-    assert code(Reload(3, 2, ("0/a",), 4, 0)) == 1
+    assert code(Reload(3, 2, 1, (), 4, 0)) == 0
+    assert "same 2 checksums (1 of them changed since the start), same 4 greedy answers" in capsys.readouterr().out
+    assert code(Reload(3, 2, 1, ("0/a",), 4, 0)) == 1
     out = capsys.readouterr().out
     assert "1 of 2 checksums differ" in out
     assert json.loads(out.splitlines()[-1])["reload"]["same"] is False
-    assert code(Reload(3, 2, (), 4, 1)) == 1
-    assert code(Reload(3, 0, (), 4, 0)) == 1
-    assert code(Reload(3, 2, (), 0, 0)) == 1
+    assert code(Reload(3, 2, 1, (), 4, 1)) == 1
+    assert code(Reload(3, 0, 0, (), 4, 0)) == 1
+    assert code(Reload(3, 2, 1, (), 0, 0)) == 1
 
 
 def test_a_sample_from_another_version_is_an_error() -> None:

@@ -228,13 +228,14 @@ def test_every_token_must_come_from_one_numbered_version(tmp_path: Path) -> None
 
 
 def test_two_engines_are_the_same_only_in_everything() -> None:
-    seen = Seen({"a": "1", "b": "2"}, [[1], [2]])
-    assert seen.reload(5, Seen({"a": "1", "b": "2"}, [[1], [2]])).same
-    assert seen.reload(5, Seen({"a": "1", "b": "3"}, [[1], [2]])).differing_parameters == ("b",)
-    assert seen.reload(5, Seen({"a": "1", "c": "2"}, [[1], [2]])).differing_parameters == ("b", "c")
-    other = seen.reload(5, Seen({"a": "1", "b": "2"}, [[1], [3]]))
+    seen, before = Seen({"a": "1", "b": "2"}, [[1], [2]]), {"a": "0", "b": "2"}
+    good = seen.reload(5, Seen({"a": "1", "b": "2"}, [[1], [2]]), before)
+    assert (good.same, good.parameters, good.changed_parameters) == (True, 2, 1)
+    assert seen.reload(5, Seen({"a": "1", "b": "3"}, [[1], [2]]), before).differing_parameters == ("b",)
+    assert seen.reload(5, Seen({"a": "1", "c": "2"}, [[1], [2]]), before).differing_parameters == ("b", "c")
+    other = seen.reload(5, Seen({"a": "1", "b": "2"}, [[1], [3]]), before)
     assert (other.differing_answers, other.same) == (1, False)
-    assert not Seen({}, []).reload(5, Seen({}, [])).same
+    assert not Seen({}, []).reload(5, Seen({}, []), {}).same
 
 
 # --- the process ------------------------------------------------------------------------------------------------------
