@@ -38,6 +38,20 @@ def test_one_rank_that_fails_takes_the_others_back_with_it(world: World, pair: S
     world.expect_newest(pair)
 
 
+def test_a_rank_that_cannot_be_brought_back_keeps_the_engine_paused_until_it_is_overwritten(
+    world: World, pair: Server
+) -> None:
+    (pair.faults / "tear").touch()
+    (pair.faults / "no-undo").touch()
+    version = world.step().version
+    world.wait(resyncs=1, installed=version, ready=True)
+    said = world.log(200)
+    assert "asked not to undo" in said
+    assert "it stays paused until they are resynced" in said
+    assert not list(pair.faults.iterdir())
+    world.expect_newest(pair)
+
+
 def test_the_newer_of_two_daemons_has_the_server(world: World, worlds: Worlds, pair: Server, qwen3: Path) -> None:
     other = worlds(qwen3)
     assert other.register(pair).status_code == 200
