@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.demo.checkpoint import WEIGHTS, write_checkpoint
-from app.demo.grpo import GrpoSettings
 from app.demo.link import ReceiverFailed
 from app.demo.processes import Child, free_port
 from app.demo.rollouts import Note, Reload, Sampled, Verdict
 from app.demo.sglang_server import SglangServer, SglangUnavailable, command, environment, find_python
 from app.demo.task import Addition
-from clients.http import Call, Sender, one
+from clients.http import Call, Sender, nothing, one
 from clients.protocol import ReceiverInfo, ReceiverRegistration
 
 if TYPE_CHECKING:
@@ -63,6 +61,8 @@ class SglangRollouts:
         self._child: Child | None = None
         self._prompts: list[list[int]] = []
         self._before: dict[str, str] = {}
+        self._daemon = Sender(stage.rollout_url)
+        stage.stack.callback(self._daemon.close)
         self._given = url is not None
         self._port = free_port()
         self._server = self._open(url or f"http://127.0.0.1:{self._port}")
@@ -73,6 +73,8 @@ class SglangRollouts:
 
     def start(self, policy: Policy) -> None:
         """Write the policy as a checkpoint and start the server from it."""
+        from app.demo.checkpoint import write_checkpoint
+
         write_checkpoint(policy, self._base)
         problems = Addition(self._seed + 1)
         self._prompts = [
@@ -87,11 +89,7 @@ class SglangRollouts:
             self._wait(self._server, self._child, "the SGLang server starts", note)
         self._before = self._server.checksums()
         body = ReceiverRegistration(name=NAME, kind="sglang", run=self._stage.run, url=self._server.url)
-        daemon = Sender(self._stage.rollout_url)
-        try:
-            daemon.send(Call("POST", "/receivers", one(ReceiverInfo), body=body))
-        finally:
-            daemon.close()
+        self._daemon.send(Call("POST", "/receivers", one(ReceiverInfo), body=body))
 
     def generate(self, request: GenerateRequest) -> Sampled:
         """One request with all prompts, sampled at temperature 1. A version label that is no number is an error."""
@@ -106,10 +104,12 @@ class SglangRollouts:
     def finish(self, model: torch.nn.Module, version: int, note: Note) -> Verdict:
         """Export the version, compare it with the trainer's weights, and a server that loads it with the first one."""
         from app.cli.export import export_checkpoint
+        from app.demo.checkpoint import WEIGHTS
         from app.demo.compare import compare
 
         note("asking the SGLang server for checksums and greedy answers")
         first = self._look(self._server)
+        self._daemon.send(Call("DELETE", f"/receivers/{NAME}", nothing))
         if self._child is not None:  # two servers and a trainer would share the cores
             self._stage.children.end(self._child)
         note(f"exporting version {version}")
@@ -137,6 +137,8 @@ class SglangRollouts:
         return server
 
     def _launch(self, name: str, model: Path, port: int) -> Child:
+        from app.demo.grpo import GrpoSettings
+
         line = command(self._python, model, port, requests=GrpoSettings().batch, seed=self._seed)
         return self._stage.children.start(name, line, environment(self._stage.workdir))
 
