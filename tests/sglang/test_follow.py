@@ -21,7 +21,6 @@ PROBE = {"DTE_SGLANG_PROBE": "1"}
 @pytest.mark.parametrize(
     ("family", "tp", "extra", "variables"),
     [
-        pytest.param("qwen3-tied", 1, (), {}, id="qwen3-tied-1"),
         pytest.param("qwen3-narrow", 2, (), {}, id="qwen3-narrow-2"),
         pytest.param("llama-one-kv-head", 2, (), {}, id="llama-one-kv-head-2"),
         pytest.param("qwen3-moe", 1, (), PROBE, id="qwen3-moe-1-probed"),
@@ -45,15 +44,14 @@ def test_versions_arrive_bit_for_bit(
     server.end()
 
 
-@pytest.mark.parametrize("tp", [1, 2])
 def test_another_server_started_from_a_later_version_is_the_same_and_goes_on_from_it(
-    qwen3: Path, tmp_path: Path, start: Start, worlds: Worlds, tp: int
+    qwen3: Path, tmp_path: Path, start: Start, worlds: Worlds
 ) -> None:
-    server = start(qwen3, tp=tp).wait_ready()
+    server = start(qwen3, tp=2).wait_ready()
     world, answer = follow(server, worlds)
     sums = server.checksums()
     server.end()
-    fresh = start(write(qwen3, world.state, tmp_path / "trained"), tp=tp).wait_ready()
+    fresh = start(write(qwen3, world.state, tmp_path / "trained"), tp=2).wait_ready()
     assert fresh.checksums() == sums
     assert fresh.generate()["output_ids"] == answer["output_ids"]
     world.step()
