@@ -93,7 +93,7 @@ class LiveCopy:
             return None
         lo = min(max(shift - start, 0), count)
         hi = max(min(shift + self.lanes.lanes - start, count), lo)
-        return lo, hi, start + lo - shift
+        return lo, hi, start + lo - shift if lo < hi else 0
 
     def digest(self, key: DigestKey) -> int:
         """Digest of what is in memory now: one full pass."""

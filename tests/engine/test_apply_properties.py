@@ -8,15 +8,17 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.apply import Applier, LaneView, LiveCopy, LiveSet, LiveTensor
+from engine.apply import Applier, LiveCopy, LiveSet, LiveTensor
 from engine.codec.chunk import ChunkHeader
 from engine.layout.algebra import identity, map_indices
 from engine.layout.blocks import Block, Layout
 from engine.records import TensorMeta
 from tests.support.versions import EMPTY_I64, EMPTY_U16, chunk_file, local_target, make_item
+from tests.support.views import KINDS, View, views
 
 
 def windows(rows: int, columns: int, by_column: bool, first: int, count: int) -> Layout:
@@ -52,9 +54,15 @@ def cases(draw: st.DrawFn) -> tuple[int, int, list[Layout], list[bool], Layout, 
     return rows, columns, writers, dense, mine, draw(st.integers(0, 2**32 - 1))
 
 
-@given(cases())
+@pytest.mark.parametrize("kind", KINDS)
+@given(case=cases())
 @settings(max_examples=60, deadline=None)
-def test_any_layouts(case: tuple[int, int, list[Layout], list[bool], Layout, int]) -> None:
+def test_any_layouts(kind: str, case: tuple[int, int, list[Layout], list[bool], Layout, int]) -> None:
+    with views(kind) as view:
+        installs(view, case)
+
+
+def installs(view: View, case: tuple[int, int, list[Layout], list[bool], Layout, int]) -> None:
     rows, columns, writers, dense, mine, seed = case
     rng = np.random.default_rng(seed)
     n = rows * columns
@@ -75,7 +83,7 @@ def test_any_layouts(case: tuple[int, int, list[Layout], list[bool], Layout, int
             files.append(chunk_file(folder, ChunkHeader("r", 1, 1, writer, 0, 0), [one], f"w{writer}"))
         target = dataclasses.replace(local_target(folder, [meta], {"t": new}, {"t": old}), chunks=tuple(files))
         memory = old[here].copy()
-        live = LiveTensor(("t",), (rows, columns), "bfloat16", (LiveCopy(LaneView(memory), mine),))
+        live = LiveTensor(("t",), (rows, columns), "bfloat16", (LiveCopy(view(memory), mine),))
         applier = Applier(LiveSet([live], partial=True))
         verdict = applier.prepare(target)
         assert verdict.entries == int((new[here] != old[here]).sum())
