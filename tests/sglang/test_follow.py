@@ -22,7 +22,7 @@ PROBE = {"DTE_SGLANG_PROBE": "1"}
     ("family", "tp", "extra", "variables"),
     [
         pytest.param("qwen3-narrow", 2, (), {}, id="qwen3-narrow-2"),
-        pytest.param("llama-one-kv-head", 2, (), {}, id="llama-one-kv-head-2"),
+        pytest.param("llama", 2, (), {}, id="llama-2"),
         pytest.param("qwen3-moe", 1, (), PROBE, id="qwen3-moe-1-probed"),
         pytest.param("qwen3-moe", 2, (), {}, id="qwen3-moe-2"),
         pytest.param("qwen3-moe", 2, EP2, {}, id="qwen3-moe-2-ep2"),
