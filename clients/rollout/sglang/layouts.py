@@ -108,7 +108,7 @@ def _misfit(model: nn.Module, table: Mapping[str, Sequence[Placement]]) -> str |
 
 
 def _other_shape(table: Mapping[str, Sequence[Placement]], folder: Path) -> str | None:
-    """A tensor that the checkpoint, if it is here, has in another shape: engines pad what the configuration says, too."""
+    """A tensor that the checkpoint, if it is here, has in another shape: engines pad the configuration, too."""
     if not any(folder.glob("*.safetensors")):
         return None
     shapes = {t.name: tuple(t.shape) for t in checkpoint_tensors(folder)}
