@@ -168,9 +168,7 @@ class LiveSet:
     """All tensors of one rank. `partial`: tensors of a version may live on other ranks only. `elsewhere`: tensors of a
     version that are kept, but not by their bits."""
 
-    def __init__(
-        self, tensors: Iterable[LiveTensor], *, partial: bool = False, elsewhere: Iterable[str] = ()
-    ) -> None:
+    def __init__(self, tensors: Iterable[LiveTensor], *, partial: bool = False, elsewhere: Iterable[str] = ()) -> None:
         self.tensors = tuple(tensors)
         self.partial = partial
         self._elsewhere = frozenset(elsewhere)

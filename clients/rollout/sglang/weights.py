@@ -6,7 +6,7 @@ the engine's own update calls write is counted in `touched`, since nothing in th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,9 @@ def _window(layout: Layout) -> tuple[int, Layout]:
 
 
 class EngineWeights:
-    """`placements`: what each parameter holds. `aliases`: further names a version may use for a canonical tensor."""
+    """`placements`: what each parameter holds. `aliases`: further names a version may use for a canonical tensor.
+    `converted`: parameters that hold no canonical tensor's bits; `elsewhere`: the names of the tensors they come from.
+    """
 
     def __init__(
         self,
@@ -55,11 +57,15 @@ class EngineWeights:
         *,
         aliases: Mapping[str, Sequence[str]] | None = None,
         partial: bool = False,
+        converted: Collection[str] = (),
+        elsewhere: Collection[str] = (),
     ) -> None:
         self._model = model
         self._placements = {name: tuple(found) for name, found in placements.items()}
         self._aliases = {name: tuple(more) for name, more in (aliases or {}).items()}
         self._partial = partial
+        self._converted = frozenset(converted)
+        self._elsewhere = frozenset(elsewhere)
         self._touched = 0
         self.away = False
 
@@ -87,6 +93,8 @@ class EngineWeights:
             raise InvalidInput(f"only {side} has a parameter {other!r}.")
         copies: dict[str, list[tuple[Placement, LiveCopy]]] = {}
         for name, placed in self._placements.items():
+            if name in self._converted:
+                continue
             raw = self._memory(name, found[name])
             for placement in placed:
                 first, layout = _window(placement.layout)
@@ -103,7 +111,7 @@ class EngineWeights:
             )
             for name, placed in copies.items()
         ]
-        return LiveSet(tensors, partial=self._partial)
+        return LiveSet(tensors, partial=self._partial, elsewhere=self._elsewhere)
 
     def _memory(self, name: str, tensor: torch.Tensor) -> npt.NDArray[Any]:
         """The parameter's bytes, not a copy."""
