@@ -197,9 +197,9 @@ class Converter:
         self._end()
 
     def rollback(self) -> None:
-        """Put the old bytes back; LiveChanged if they do not read back. Does nothing where no undo was kept."""
+        """Put the old bytes back; LiveChanged if they do not read back, StateConflict if there is no undo."""
         if self.dirty and not self._undoable:
-            return
+            raise StateConflict("the converted tensors cannot be taken back.", remedy="Resync them.")
         found = self._parameters()
         for old in reversed(self._undo):
             lanes = _lanes(old.parameter, found[old.parameter])
@@ -232,7 +232,9 @@ class Converter:
                 self._check_places(name, at, goal)
                 kept.append(_sparse(name, at, lanes))
         except BaseException:
+            undoable, self._undoable = self._undoable, False
             self._put_back(before)
+            self._undoable = undoable
             raise
         if self._undoable:
             self._undo += kept
