@@ -208,7 +208,7 @@ class Receiver:
             return False  # copies on one rank differ
         said = {s.version for s in engine.statuses}
         # What the ranks say they are comes first: digests alone cannot tell versions that differ in converted tensors.
-        for commit in sorted(reversed(self._chain.commits()), key=lambda c: c.version not in said):
+        for commit in sorted(self._chain.commits(), key=lambda c: (c.version not in said, -c.version)):
             known = await self._chain.full(commit.version)
             if engine.check_fits(known.tensors).provable(digests(known.tensors)) == found:
                 try:
