@@ -237,7 +237,7 @@ class Receiver:
         try:
             async with self._targets.local(plan) as bodies:
                 await engine.install(bodies[0])
-        except (ReceiverError, ProofError) as error:
+        except (ReceiverError, ProofError, NoSource) as error:
             log.warning("receiver %s: its ranks cannot be brought together: %s", self.standing.name, error)
             return False
         self.standing.proven(engine.statuses, high, plan[0].step)

@@ -17,19 +17,27 @@ Start = Callable[..., Server]
 VARIABLES = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support/sglang/cpu_platform'}"}
 
 
-def begin(start: Start, model: Path, dtype: str, tp: int = 1) -> Server:
-    return start(model, tp=tp, extra=("--dtype", dtype), **VARIABLES).wait_ready()
+def begin(start: Start, model: Path, dtype: str, tp: int = 1, mode: str = "") -> Server:
+    """`mode`: probe the loader although there is a table, or spread the experts over the ranks."""
+    variables = VARIABLES | ({"DTE_SGLANG_PROBE": "1"} if mode == "probe" else {})
+    extra = ("--dtype", dtype, *(("--ep-size", str(tp)) if mode == "experts" else ()))
+    return start(model, tp=tp, extra=extra, **variables).wait_ready()
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "tp"),
-    [("qwen3", "float16", 2), ("qwen3-tied", "float32", 1), ("qwen3-moe", "float16", 1)],
+    ("family", "dtype", "tp", "mode"),
+    [
+        ("qwen3-tied", "float32", 1, "probe"),
+        ("qwen3", "float16", 2, ""),
+        ("qwen3-moe", "float16", 1, ""),
+        ("qwen3-moe", "float16", 2, "experts"),
+    ],
 )
 def test_versions_arrive_as_a_server_loads_them(
-    tmp_path: Path, start: Start, worlds: Worlds, family: str, dtype: str, tp: int
+    tmp_path: Path, start: Start, worlds: Worlds, family: str, dtype: str, tp: int, mode: str
 ) -> None:
     base = make(family, tmp_path)
-    follower = begin(start, base, dtype, tp)
+    follower = begin(start, base, dtype, tp, mode)
     try:
         loaded = follower.checksums()
         world = worlds(base)
@@ -50,7 +58,7 @@ def test_versions_arrive_as_a_server_loads_them(
         assert list((world.folder / "daemon" / "units" / "actor").iterdir()) == []
     finally:
         follower.end()
-    fresh = begin(start, write(base, world.state, tmp_path / "trained"), dtype, tp)
+    fresh = begin(start, write(base, world.state, tmp_path / "trained"), dtype, tp, mode)
     try:
         assert fresh.checksums() == sums
         assert fresh.generate()["output_ids"] == after["output_ids"]
