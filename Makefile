@@ -2,7 +2,8 @@
 #
 #   make setup               a virtual environment in .venv with everything the demo and the tests need
 #   make demo ARGS="…"       dte demo …
-#   make test ARGS="…"       the whole test suite, lint, types and import rules included
+#   make test ARGS="…"       the whole test suite, lint, types and import rules included; real SGLang servers too
+#   make test-quick ARGS=…   the tests that take seconds
 #   make sglang              a second environment in .venv-sglang with an SGLang that serves on CPUs, and the plugin
 #   make test-sglang ARGS=…  the tests against real SGLang servers
 #
@@ -31,7 +32,7 @@ SGLANG_STAMP := $(SGLANG_VENV)/.ready
 SGLANG_FILES := $(shell find tests/support/sglang -name '*.sh' -o -name '*.txt' -o -name '*.toml' -o -path '*/cpu_platform/*.py' \
 	-o -path '*/torchvision_stub/*.py')
 
-.PHONY: help setup demo test sglang test-sglang lint format bench openapi clean
+.PHONY: help setup demo test test-quick sglang test-sglang lint format bench openapi clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -53,8 +54,11 @@ $(STAMP): pyproject.toml | $(VENV)/bin/python
 demo: setup
 	@$(BIN)/dte demo $(ARGS)
 
-test: setup
+test: setup sglang
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-quick: setup
+	@$(BIN)/python -m pytest -m "not slow and not faults and not sglang" $(ARGS)
 
 sglang: $(SGLANG_STAMP)
 

@@ -12,9 +12,10 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from clients.protocol import ReceiverRegistration
 from engine.errors import InvalidInput
 from engine.records.models import RunId
 
@@ -24,9 +25,10 @@ ROLES: tuple[RoleName, ...] = ("store", "coordinator", "publisher", "subscriber"
 """All roles in the order in which a daemon starts them; it stops them in reverse."""
 
 ENV_PREFIX = "DTE_"
-CLIENT_VARIABLES = frozenset({"DTE_CONFIG", "DTE_URL", "DTE_SGLANG_SOCKET_DIR"})
-"""`DTE_*` variables that are not settings: the path of the TOML file, the address clients talk to, and where an
-engine's plugin puts its sockets."""
+CLIENT_VARIABLES = frozenset({"DTE_CONFIG", "DTE_URL"})
+PLUGIN_PREFIX = "DTE_SGLANG_"
+"""`DTE_*` variables that are not settings: the path of the TOML file, the address clients talk to, and what belongs to
+an engine's plugin and environment."""
 
 
 class SettingsError(InvalidInput):
@@ -68,6 +70,9 @@ class Settings(BaseSettings):
     data_dir: Path = Field(default_factory=_default_data_dir, description="Spool, cache and the embedded store.")
     run: RunId | None = Field(None, description="The run meant when a request names none.")
     signing_key: SecretStr | None = Field(None, description="HMAC key that signs decisions.")
+    receivers: tuple[ReceiverRegistration, ...] = Field(
+        (), max_length=256, description="Receivers this daemon drives from its start, each as for POST /receivers."
+    )
 
     poll_interval_s: float = Field(0.2, gt=0, le=60)
     chunk_bytes: int = Field(8 << 20, ge=64 << 10, le=1 << 30)
@@ -94,6 +99,15 @@ class Settings(BaseSettings):
     def _split_roles(cls, value: Any) -> Any:
         return frozenset(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
+    @field_validator("receivers", mode="before")
+    @classmethod
+    def _of_this_run(cls, value: Any, info: ValidationInfo) -> Any:
+        """A receiver that names no run follows the daemon's."""
+        run = info.data.get("run")
+        if run is None or not isinstance(value, list | tuple):
+            return value
+        return [{"run": run, **item} if isinstance(item, dict) else item for item in value]
+
     @field_validator("log_level", mode="before")
     @classmethod
     def _lower(cls, value: Any) -> Any:
@@ -114,6 +128,11 @@ class Settings(BaseSettings):
             raise ValueError(
                 f"host {self.host!r} can be reached from other machines, so `token` must be set (or bind to 127.0.0.1)"
             )
+        names = [r.name for r in self.receivers]
+        if len(set(names)) < len(names):
+            raise ValueError("`receivers` names one receiver twice")
+        if names and "subscriber" not in self.roles:
+            raise ValueError("`receivers` are given, but this daemon has no subscriber role")
         if self.store is None and "store" not in self.roles:
             raise ValueError("`store` must be set, because this daemon has no store role of its own")
         return self
@@ -144,7 +163,7 @@ class Settings(BaseSettings):
         """
         env = {k.upper(): k for k in os.environ if k.upper().startswith(ENV_PREFIX)}
         known = {ENV_PREFIX + f.upper() for f in cls.model_fields}
-        if unknown := sorted(env[k] for k in env.keys() - known - CLIENT_VARIABLES):
+        if unknown := sorted(env[k] for k in env.keys() - known - CLIENT_VARIABLES if not k.startswith(PLUGIN_PREFIX)):
             raise SettingsError(
                 f"unknown environment variable: {', '.join(unknown)}.", remedy=f"Known are {', '.join(sorted(known))}."
             )

@@ -230,14 +230,19 @@ def _block_into(key: DigestKey, lanes: U16, block: Block, tile_lanes: int, out: 
         _block_digest(lanes, key.a, b, shape, src, src_strides, dst, dst_strides, tile_lanes, out)
 
 
-def _digest_layout(key: DigestKey, lanes: U16, layout: Layout, tile_lanes: int, out: U64) -> None:
+def check_reach(key: DigestKey, lanes: int, layout: Layout) -> None:
+    """LayoutError unless every block stays inside memory of `lanes` lanes and inside the canonical tensor."""
     for block in layout.blocks:
-        if block.src_last >= lanes.size or block.dst_last >= layout.dst_numel:
+        if block.src_last >= lanes or block.dst_last >= layout.dst_numel:
             raise LayoutError(
-                f"a block of {key.name!r} reaches source lane {block.src_last} of {lanes.size} and canonical lane "
+                f"a block of {key.name!r} reaches source lane {block.src_last} of {lanes} and canonical lane "
                 f"{block.dst_last} of {layout.dst_numel}.",
                 remedy="Register the tensor again with a layout that fits its memory.",
             )
+
+
+def _digest_layout(key: DigestKey, lanes: U16, layout: Layout, tile_lanes: int, out: U64) -> None:
+    check_reach(key, lanes.size, layout)
     b = key.b_words(max((block.dst_last for block in layout.blocks), default=-1) + 1)
     for block in layout.blocks:
         _block_into(key, lanes, block, tile_lanes, out, b)

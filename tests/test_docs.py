@@ -215,7 +215,7 @@ def test_a_command_that_does_not_exist_is_noticed() -> None:
 
 def shown(value: object) -> str:
     """A default as the table prints it."""
-    if value is None:
+    if value is None or value == ():
         return "–"
     return f"`{','.join(ROLES)}`" if isinstance(value, frozenset) else f"`{value}`"
 

@@ -137,7 +137,7 @@ def _small(work: Workload) -> Workload:
 
 def _measure(work: Workload, detector: Detector | None) -> Measured:
     parameters, optimizer, names = _trainer(work)
-    with Stage("bench", 0, keep=False) as stage:
+    with Stage("bench", keep=False) as stage:
         daemon = stage.start_trainer_daemon()
         source = TorchSource(
             parameters, optimizer, daemon=stage.trainer_url, run="bench", names=names, detector=detector

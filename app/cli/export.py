@@ -80,17 +80,19 @@ def run_export(
     workdir: Path | None = None,
     as_json: bool = False,
 ) -> Exported:
-    """Export and print. `version`: a number or `latest`. `base`: a directory with config and tokenizer files.
-
-    `workdir`: folder for chunks and the shard being gathered, the parent of `directory` by default. InvalidInput for
-    arguments that cannot work, ProofError or a StoreError when the version cannot be rebuilt as decided.
-    """
-    number = _version_number(version)
-    plan = _Plan(directory, base, read_config(base), shard_bytes)
-    if shard_bytes < 1:
-        raise InvalidInput(f"a shard needs room, not {shard_bytes} bytes.")
-    with _folders(directory, workdir) as (scratch, partial):
-        done = asyncio.run(_export(plan, number, store, run, token, scratch, partial))
+    """`export_checkpoint`, and print what was done. Signatures are checked with DTE_SIGNING_KEY when it is set."""
+    key = os.environ.get("DTE_SIGNING_KEY")
+    done = export_checkpoint(
+        version,
+        directory,
+        store=store,
+        run=run,
+        base=base,
+        token=token,
+        shard_bytes=shard_bytes,
+        workdir=workdir,
+        signing_key=key.encode() if key else None,
+    )
     if as_json:
         print_json({"ok": True, **asdict(done)})
     else:
@@ -102,6 +104,32 @@ def run_export(
         for note in done.notes:
             print(f"note: {note}")
     return done
+
+
+def export_checkpoint(
+    version: str,
+    directory: Path,
+    *,
+    store: str,
+    run: str | None,
+    base: Path,
+    token: str | None,
+    shard_bytes: int = SHARD_BYTES,
+    workdir: Path | None = None,
+    signing_key: bytes | None = None,
+) -> Exported:
+    """Write the checkpoint. `version`: a number or `latest`. `base`: a directory with config and tokenizer files.
+
+    `workdir`: folder for chunks and the shard being gathered, the parent of `directory` by default. `signing_key`:
+    decisions must be signed with it. InvalidInput for arguments that cannot work, ProofError or a StoreError when the
+    version cannot be rebuilt as decided.
+    """
+    number = _version_number(version)
+    plan = _Plan(directory, base, read_config(base), shard_bytes)
+    if shard_bytes < 1:
+        raise InvalidInput(f"a shard needs room, not {shard_bytes} bytes.")
+    with _folders(directory, workdir) as (scratch, partial):
+        return asyncio.run(_export(plan, number, store, run, token, signing_key, scratch, partial))
 
 
 def _version_number(text: str) -> int | None:
@@ -151,12 +179,18 @@ def _folders(directory: Path, workdir: Path | None) -> Iterator[tuple[Path, Path
 
 
 async def _export(
-    plan: _Plan, number: int | None, url: str, run: str | None, token: str | None, scratch: Path, partial: Path
+    plan: _Plan,
+    number: int | None,
+    url: str,
+    run: str | None,
+    token: str | None,
+    signing_key: bytes | None,
+    scratch: Path,
+    partial: Path,
 ) -> Exported:
     async with open_store(url, token) as store:
         name = run or await only_run(store)
-        key = os.environ.get("DTE_SIGNING_KEY")
-        chain = Chain(name, store, signing_key=key.encode() if key else None)
+        chain = Chain(name, store, signing_key=signing_key)
         await chain.refresh()
         if chain.head is None:
             raise InvalidInput(f"run {name!r} has no committed version in this store.", remedy="Check --run.")

@@ -69,7 +69,7 @@ class Children:
                     f"the {child.name} process ended with code {code}. Its last words:\n{_tail(child.log)}"
                 )
 
-    def wait_until(self, what: str, ready: Callable[[], bool], timeout_s: float) -> None:
+    def wait_until(self, what: str, ready: Callable[[], bool], timeout_s: float, *, every_s: float = 0.05) -> None:
         """Poll `ready` until it says yes. ChildFailed when a process ends first, or the time is over."""
         deadline = time.monotonic() + timeout_s
         while not ready():
@@ -77,23 +77,27 @@ class Children:
             if time.monotonic() > deadline:
                 tails = "\n".join(f"-- {c.name}:\n{_tail(c.log)}" for c in self._children)
                 raise ChildFailed(f"{what} was not ready within {timeout_s:.0f} s.\n{tails}")
-            time.sleep(0.05)
+            time.sleep(every_s)
+
+    def end(self, child: Child) -> None:
+        """End one process: ask, wait, then kill its whole session."""
+        process = child.process
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(self._stop_timeout_s)
+        # The session may hold workers of a daemon that did not end cleanly.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+        self._children.remove(child)
 
     def close(self) -> None:
-        """End all processes, the last started first: ask, wait, then kill the whole session."""
-        for child in reversed(self._children):
-            process = child.process
-            if process.poll() is None:
-                process.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(self._stop_timeout_s)
-            # The session may hold workers of a daemon that did not end cleanly.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            if process.stdin is not None:
-                process.stdin.close()
-        self._children.clear()
+        """End all processes, the last started first."""
+        for child in list(reversed(self._children)):
+            self.end(child)
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""The processes of one demo: a trainer daemon, a rollout daemon, receivers, and lines to them.
+"""The stage of one demo: a working folder, a trainer daemon, a rollout daemon, and room for what generates rollouts.
 
 Invariant: leaving the context ends every process, and removes the working folder unless it is to be kept.
 """
@@ -9,16 +9,13 @@ import os
 import shutil
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import httpx
 
-from app.demo.grpo import GenerateRequest
-from app.demo.link import Link, ReceiverFailed
 from app.demo.processes import Children, free_port
 
 START_TIMEOUT_S = 120.0
@@ -26,16 +23,17 @@ _ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 class Stage:
-    """Starts everything but the trainer, which is the demo's own process."""
+    """Starts everything but the trainer, which is the demo's own process.
 
-    def __init__(self, run: str, receivers: int, *, keep: bool) -> None:
+    `children` and `stack` end and close what others start and open on it.
+    """
+
+    def __init__(self, run: str, *, keep: bool) -> None:
         self.run = run
-        self.names = [f"rollout-{n}" for n in range(receivers)]
         self.workdir = Path(tempfile.mkdtemp(prefix="dte-demo-"))
         self._keep = keep
-        self._stack = ExitStack()
-        self._links: list[Link] = []
-        self._children = Children(self.workdir)
+        self.stack = ExitStack()
+        self.children = Children(self.workdir)
         trainer, rollout = free_port(), free_port()
         self.trainer_url = f"http://127.0.0.1:{trainer}"
         self.rollout_url = f"http://127.0.0.1:{rollout}"
@@ -58,65 +56,16 @@ class Stage:
         self._wait_up("trainer")
         return pid
 
-    def start_receivers(self, config_json: str) -> None:
-        """Start the receiver processes; `connect` waits for them."""
-        config = self.workdir / "config.json"
-        config.write_text(config_json)
-        threads = max(1, (os.cpu_count() or 1) // len(self.names))
-        for name in self.names:
-            command = [sys.executable, "-m", "app.demo.receiver", "--name", name, "--run", self.run]
-            command += ["--daemon", self.rollout_url, "--config", str(config), "--threads", str(threads)]
-            command += ["--link", str(self._socket(name, "link")), "--socket", str(self._socket(name, "dte"))]
-            self._children.start(name, command, _environment())
-
-    def connect(self) -> None:
-        """Wait until every receiver process answers."""
-        for name in self.names:
-            path = self._socket(name, "link")
-            self._children.wait_until(f"the receiver process {name}", path.exists, START_TIMEOUT_S)
-            link = Link(name, path)
-            self._stack.callback(link.close)
-            link.call("ping")
-            self._links.append(link)
-
-    def generate(self, request: GenerateRequest, version: int) -> list[list[int]]:
-        """Completions from the receivers, each doing its share. ReceiverFailed if one is not at `version`."""
-        self._children.check()
-        share = -(-len(request.prompts) // len(self._links))
-        shares = [request.prompts[i : i + share] for i in range(0, len(request.prompts), share)]
-
-        def ask(number: int) -> dict[str, Any]:
-            return self._links[number].call(
-                "generate",
-                prompts=shares[number],
-                max_new_tokens=request.max_new_tokens,
-                seed=request.seed * 31 + number,
-            )
-
-        with ThreadPoolExecutor(len(shares)) as pool:
-            answers = list(pool.map(ask, range(len(shares))))
-        for name, answer in zip(self.names, answers, strict=False):
-            if answer["version"] != version:
-                raise ReceiverFailed(f"{name} generated from version {answer['version']}, not from {version}.")
-        return [[int(t) for t in tokens] for answer in answers for tokens in answer["completions"]]
-
-    def dump(self) -> dict[str, Path]:
-        """Have every receiver write its live weights to a safetensors file; paths by receiver."""
-        files = {name: self.workdir / f"{name}.safetensors" for name in self.names}
-        for link in self._links:
-            link.call("dump", path=str(files[link.name]))
-        return files
-
     def check(self) -> None:
         """ChildFailed if a process has ended."""
-        self._children.check()
+        self.children.check()
 
     def _serve(self, name: str, roles: str, store: str | None) -> int:
         command = [sys.executable, "-m", "app.cli", "serve", "--host", "127.0.0.1", "--port", str(self._ports[name])]
         command += ["--roles", roles, "--data-dir", str(self.workdir / name), "--run", self.run]
         if store is not None:
             command += ["--store", store]
-        return self._children.start(f"{name}-daemon", command, _environment()).process.pid
+        return self.children.start(f"{name}-daemon", command, environment()).process.pid
 
     def _wait_up(self, name: str) -> None:
         url = f"http://127.0.0.1:{self._ports[name]}/healthz"
@@ -127,10 +76,7 @@ class Stage:
             except httpx.TransportError:
                 return False
 
-        self._children.wait_until(f"the {name} daemon", answers, START_TIMEOUT_S)
-
-    def _socket(self, name: str, kind: str) -> Path:
-        return self.workdir / f"{name}.{kind}.sock"
+        self.children.wait_until(f"the {name} daemon", answers, START_TIMEOUT_S)
 
     def __enter__(self) -> Self:
         return self
@@ -139,15 +85,15 @@ class Stage:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
         try:
-            self._stack.close()
+            self.stack.close()
         finally:
-            self._children.close()
+            self.children.close()
             if not self._keep:
                 shutil.rmtree(self.workdir, ignore_errors=True)
 
 
-def _environment() -> dict[str, str]:
-    """This process's environment with our packages on the path, without DTE_* variables (meant for other daemons)."""
+def environment() -> dict[str, str]:
+    """For a process of ours: this one's with our packages on the path, without DTE_* (meant for other daemons)."""
     env = {k: v for k, v in os.environ.items() if not k.upper().startswith("DTE_")}
     inherited = env.get("PYTHONPATH")
     env["PYTHONPATH"] = str(_ROOT) + (os.pathsep + inherited if inherited else "")

@@ -17,11 +17,16 @@ from app.cli.output import human_bytes, human_ms, percent
 
 _COLUMNS = ("version", "step", "changed", "bytes", "bits/entry", "stages", "hold", "lag", "proof", "reward", "sample")
 _WIDTHS = (9, 5, 10, 10, 10, 58, 8, 8, 9, 7, 14)
+_PAUSE, _PAUSE_WIDTH = "pause", 8
 
 
 @dataclass(frozen=True)
 class Row:
-    """One sync. `version` None: nothing had changed, so no version was made."""
+    """One sync. `version` None: nothing had changed, so no version was made.
+
+    `pause_ms`: how long the engine generated nothing while the version was written, None where that is not known.
+    `sampled_from`: how many of the completions that were trained on came from which version.
+    """
 
     version: int | None
     step: int
@@ -37,6 +42,8 @@ class Row:
     reward: float | None = None
     sample: str = ""
     dense_tiles: int = 0
+    pause_ms: float | None = None
+    sampled_from: dict[str, int] = field(default_factory=dict)
 
     def cells(self) -> tuple[str, ...]:
         """The row as text."""
@@ -61,10 +68,11 @@ class Row:
 
 
 class DemoTable:
-    """Use as a context manager; `note` says what is happening, `add` appends a row."""
+    """Use as a context manager; `note` says what is happening, `add` appends a row. `pauses`: with `Row.pause_ms`."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, *, pauses: bool = False) -> None:
         self._console = console or Console(highlight=False)
+        self._pauses = pauses
         self._rows: list[Row] = []
         self._note = ""
         self._live: Live | None = None
@@ -86,14 +94,16 @@ class DemoTable:
             return
         if not self._header_printed:
             self._header_printed = True
-            print(_line(_COLUMNS), flush=True)
-        print(_line(row.cells()), flush=True)
+            print(self._line(_COLUMNS, _PAUSE), flush=True)
+        print(self._line(row.cells(), _pause(row)), flush=True)
 
     def _render(self) -> Table:
-        table = Table(*_COLUMNS, box=None, pad_edge=False, header_style="bold", caption=self._note)
+        last = (_PAUSE,) if self._pauses else ()
+        table = Table(*_COLUMNS, *last, box=None, pad_edge=False, header_style="bold", caption=self._note)
         table.caption_justify = "left"
         for row in self._rows:
-            table.add_row(*row.cells(), style="" if row.proof == "proven" else "dim")
+            cells = (*row.cells(), _pause(row)) if self._pauses else row.cells()
+            table.add_row(*cells, style="" if row.proof == "proven" else "dim")
         return table
 
     def close(self) -> None:
@@ -103,6 +113,10 @@ class DemoTable:
             self._live.update(self._render())
             self._live.stop()
             self._live = None
+
+    def _line(self, cells: tuple[str, ...], pause: str) -> str:
+        columns = list(zip(cells, _WIDTHS, strict=True)) + ([(pause, _PAUSE_WIDTH)] if self._pauses else [])
+        return " ".join(c.ljust(w) for c, w in columns).rstrip()
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -116,5 +130,5 @@ class DemoTable:
         self.close()
 
 
-def _line(cells: tuple[str, ...]) -> str:
-    return " ".join(c.ljust(w) for c, w in zip(cells, _WIDTHS, strict=True)).rstrip()
+def _pause(row: Row) -> str:
+    return "-" if row.pause_ms is None else human_ms(row.pause_ms)

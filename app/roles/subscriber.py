@@ -46,6 +46,9 @@ class SubscriberRole(Role):
         )
         self._units_dir = settings.data_dir / "units"
         self._registry = Registry(settings.data_dir / "receivers.json", node.degraded)
+        self._configured = {r.name: r for r in settings.receivers}
+        for registration in settings.receivers:
+            check_registration(registration)
         self._owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._receivers: dict[str, Receiver] = {}
         self._prefetchers: dict[str, Prefetcher] = {}
@@ -56,7 +59,8 @@ class SubscriberRole(Role):
         await self._cache.open()
         # Whatever lies there is a dead daemon's, and nobody reads it any more.
         await asyncio.to_thread(shutil.rmtree, self._units_dir, ignore_errors=True)
-        for registration in await self._registry.load():
+        known = {r.name: r for r in await self._registry.load()} | self._configured
+        for registration in known.values():
             self._add(registration)
         self._started = True
 
@@ -160,5 +164,6 @@ class SubscriberRole(Role):
             await self._prefetchers.pop(run).stop()
 
     async def _save(self) -> None:
+        """What the settings say is not written down, so that it ends when they no longer say it."""
         registrations = [r.registration for r in self._receivers.values()]
-        await self._registry.save(registrations)
+        await self._registry.save(r for r in registrations if self._configured.get(r.name) != r)

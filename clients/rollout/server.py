@@ -90,6 +90,7 @@ class ReceiverServer:
         self._owner: socket.socket | None = None
         self._owner_id = ""
         self._attached = threading.Event()
+        self._deposed: set[socket.socket] = set()
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._closed = False
         self._listener = _bind(path)
@@ -161,6 +162,7 @@ class ReceiverServer:
         finally:
             with self._lock:
                 self._connections.pop(connection, None)
+                self._deposed.discard(connection)
                 lost = self._owner is connection
                 if lost:
                     self._owner = None
@@ -176,8 +178,8 @@ class ReceiverServer:
             elif request.op in self._operations:
                 kind, function, owners_only = self._operations[request.op]
                 body = p.parse_body(kind, request.body)
-                if owners_only:
-                    self._require_owner(connection, request.op)
+                if owners_only or request.op == "status":
+                    self._require_owner(connection, request.op, or_stranger=not owners_only)
                 result = function(body)
             else:
                 raise InvalidInput(f"unknown operation {request.op!r}.", remedy="See docs/receiver-contract.md.")
@@ -202,13 +204,18 @@ class ReceiverServer:
                     f"fence {body.fence} is not above {self.core.fence}, which {self._owner_id!r} attached with.",
                     remedy="Only the newest daemon may own a receiver; register it again at the one that should.",
                 )
+            before = self._owner
             self._owner, self._owner_id, self.core.fence = connection, body.owner, body.fence
             self._attached.set()
+            self._deposed.discard(connection)
+            if before is not None and before is not connection:
+                self._deposed.add(before)
         self.core.follow(body.run)
         self.core.owner_present()
         return self.core.status()
 
-    def _require_owner(self, connection: socket.socket, op: str) -> None:
+    def _require_owner(self, connection: socket.socket, op: str, *, or_stranger: bool = False) -> None:
+        """FencedOff for anybody else. `or_stranger`: only for who was the owner, and must not think it still is."""
         with self._lock:
-            if self._owner is not connection:
+            if self._owner is not connection and not (or_stranger and connection not in self._deposed):
                 raise FencedOff(f"'{op}' is only for the owner, {self._owner_id or 'nobody yet'!r}.")

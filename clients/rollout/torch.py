@@ -17,10 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -28,7 +26,7 @@ from clients.protocol import ReceiverRegistration
 from clients.rollout.core import ReceiverCore
 from clients.rollout.registrar import Registrar
 from clients.rollout.server import ReceiverServer
-from engine.apply import LaneView, LiveCopy, LiveSet, LiveTensor, lane_count
+from engine.apply import Lanes, LiveCopy, LiveSet, LiveTensor, lane_count, view_of
 from engine.errors import InvalidInput
 from engine.layout.algebra import identity, scaled
 from engine.layout.blocks import Block, Layout
@@ -59,13 +57,10 @@ def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {n.replace("_orig_mod.", ""): t for n, t in out.items()}
 
 
-def _storage_lanes(name: str, tensor: torch.Tensor) -> tuple[LaneView, Layout]:
+def _storage_lanes(name: str, tensor: torch.Tensor) -> tuple[Lanes, Layout]:
     """The tensor's own memory, and the layout memory element → row-major element; InvalidInput if it has gaps."""
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-        raise InvalidInput(
-            f"{name!r} lies on {tensor.device} ({tensor.layout}); this receiver writes strided tensors in CPU memory.",
-            remedy="Keep the model on the CPU, or use a receiver made for the engine that owns the device.",
-        )
+    if tensor.layout != torch.strided:
+        raise InvalidInput(f"{name!r} is {tensor.layout}; this receiver writes strided tensors.")
     n = tensor.numel()
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) if n else 0
     if span != n:
@@ -73,17 +68,16 @@ def _storage_lanes(name: str, tensor: torch.Tensor) -> tuple[LaneView, Layout]:
             f"{name!r} does not own a gapless piece of memory (strides {tensor.stride()}).",
             remedy="Make the parameter contiguous before the receiver is created.",
         )
-    flat = tensor.detach().as_strided((n,), (1,))
-    raw: npt.NDArray[Any] = flat.view(torch.uint8).numpy() if n else np.empty(0, np.uint8)
+    lanes = view_of(name, tensor.detach().as_strided((n,), (1,)))
     if tensor.is_contiguous() or n == 0:
-        return LaneView(raw), identity(n)
+        return lanes, identity(n)
     dims = [(s, st) for s, st in zip(tensor.shape, tensor.stride(), strict=True)]
     row_major, step = [], 1
     for size, _ in reversed(dims):
         row_major.append(step)
         step *= size
     block = Block(tuple(s for s, _ in dims), 0, tuple(st for _, st in dims), 0, tuple(reversed(row_major))).normalised()
-    return LaneView(raw), Layout((block,), n, n)
+    return lanes, Layout((block,), n, n)
 
 
 def _to_lanes(name: str, layout: Layout, dtype: str) -> Layout:
@@ -129,7 +123,7 @@ class ModuleWeights:
         return {n: t for n, t in named if n not in self._ignore and t.numel()}
 
     def places(self) -> tuple[object, ...]:
-        return tuple((n, t.data_ptr(), t.dtype, *t.shape, *t.stride()) for n, t in self._tensors().items())
+        return tuple((n, t.device, t.data_ptr(), t.dtype, *t.shape, *t.stride()) for n, t in self._tensors().items())
 
     def writes(self) -> tuple[object, ...]:
         return tuple(t._version for t in self._tensors().values())
@@ -138,7 +132,7 @@ class ModuleWeights:
         aliases: dict[tuple[object, ...], list[str]] = {}
         tensors = self._tensors()
         for name, tensor in tensors.items():
-            place = (tensor.data_ptr() or name, tensor.dtype, *tensor.shape, *tensor.stride())
+            place = (tensor.device, tensor.data_ptr() or name, tensor.dtype, *tensor.shape, *tensor.stride())
             aliases.setdefault(place, []).append(name)
         self._refuse_overlaps(tensors)
         found: dict[tuple[str, ...], LiveTensor] = {}
@@ -186,11 +180,13 @@ class ModuleWeights:
     @staticmethod
     def _refuse_overlaps(tensors: Mapping[str, torch.Tensor]) -> None:
         spans = sorted(
-            {(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), n) for n, t in tensors.items() if t.numel()}
+            (str(t.device), t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), n)
+            for n, t in tensors.items()
+            if t.numel()
         )
         # Tied tensors have equal spans; anything else that overlaps would be written twice.
-        for (a_start, a_stop, a), (b_start, b_stop, b) in itertools.pairwise(spans):
-            if b_start < a_stop and (a_start, a_stop) != (b_start, b_stop):
+        for (a_where, a_start, a_stop, a), (b_where, b_start, b_stop, b) in itertools.pairwise(spans):
+            if a_where == b_where and b_start < a_stop and (a_start, a_stop) != (b_start, b_stop):
                 raise InvalidInput(f"{a!r} and {b!r} share part of their memory.", remedy="Give each its own storage.")
 
 

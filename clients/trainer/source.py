@@ -97,6 +97,7 @@ class TorchSource:
         self._live: Live | None = None
         self._missed: SyncRequest | None = None
         self._last: tuple[SyncRequest, SyncHandle] | None = None
+        self._posted_step = 0
         self._syncs = 0
         self._down = 0
 
@@ -149,7 +150,7 @@ class TorchSource:
                 live.binding.move_out()
             live.drop()
             raise
-        self._live = live
+        self._live, self._posted_step = live, step
         log.info(
             "run %s: rank %d of %d registered, launch %s, epoch %s, %d slices, %.1f MiB shared",
             self.run, self.rank, self.world, self.launch, self.epoch, len(live.plan.shards),
@@ -213,7 +214,7 @@ class TorchSource:
             live.watch.hypers()
             self._report_last()
             if publish:
-                up, mine = self._cut(live, step)
+                up, mine = self._cut(live)
         except DteError as e:
             problem = e
         # Every rank makes this call, whatever happened to it: the others are waiting in it.
@@ -242,12 +243,12 @@ class TorchSource:
 
     # --- sync, in pieces ---------------------------------------------------------------------------------------------
 
-    def _cut(self, live: Live, step: int) -> tuple[bool, int]:
+    def _cut(self, live: Live) -> tuple[bool, int]:
         """(daemon is up, the version number this rank's daemon would publish next or -1)."""
         try:
             if self._missed is not None:
                 self._confess(self._missed)
-            cut = self._ask(live, step)
+            cut = self._ask(live)
         except ClientError as e:
             if not is_down(e):
                 raise
@@ -260,26 +261,26 @@ class TorchSource:
             )
         return True, -1 if cut.version is None else cut.version
 
-    def _ask(self, live: Live, step: int) -> Cut:
+    def _ask(self, live: Live) -> Cut:
         def ask() -> Cut:
             return self._until_up(lambda: self._daemon.cut(self.run, self.rank), "ask for the next version")
 
         try:
             return ask()
         except NotFound as e:
-            self._rejoin(live, step, e)
+            self._rejoin(live, e)
         return ask()
 
-    def _rejoin(self, live: Live, step: int, why: NotFound) -> None:
+    def _rejoin(self, live: Live, why: NotFound) -> None:
         """Register again under the same launch at a daemon that has lost its spool; raises `why` if it is not that.
 
         The epoch goes on. What the daemon had read is lost, so the next version carries this rank's tiles whole;
-        nothing is read now, and the trainer is not held.
+        nothing is read now, and the trainer is not held. The step at hand is still to be synced, so it is not named.
         """
         if why.problem_code != "unknown-rank":
             raise why
         log.warning("run %s: the daemon has lost rank %d; registering it again.", self.run, self.rank)
-        body = live.registration(self.run, self.rank, self.world, step, hold=live.gate.take_over())
+        body = live.registration(self.run, self.rank, self.world, self._posted_step, hold=live.gate.take_over())
         live.gate.posted(self._until_up(lambda: self._daemon.register(body), "register again").id)
         live.watch.told()
 
@@ -302,7 +303,7 @@ class TorchSource:
         except DteError as e:
             live.gate.revoke("the sync could not be posted")
             if isinstance(e, NotFound):
-                self._rejoin(live, request.step, e)
+                self._rejoin(live, e)
                 return self._without_daemon(request.step, None)
             if not is_down(e):
                 raise
@@ -311,7 +312,7 @@ class TorchSource:
         live.gate.posted(job.id)
         live.watch.told()
         handle = SyncHandle(request.step, request.version, job.id, self._daemon)
-        self._last = (request, handle)
+        self._last, self._posted_step = (request, handle), request.step
         self._syncs += 1
         return handle
 

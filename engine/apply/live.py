@@ -13,27 +13,17 @@ from math import prod
 import numpy as np
 
 from engine.apply.errors import TensorMismatch
-from engine.apply.lanes import LaneView
+from engine.apply.lanes import Lanes
 from engine.detect.base import I64, Bool
-from engine.digest import DigestKey, digest_array, digest_live
+from engine.digest import DigestKey
 from engine.errors import LayoutError, ProofError
-from engine.layout.blocks import Block, Layout
+from engine.layout.blocks import Block, Layout, contiguous_shift
 from engine.records.models import ITEMSIZE, TensorMeta
 
 
 def lane_count(shape: Sequence[int], dtype: str) -> int:
     """Canonical lanes of a tensor: its bytes in 16-bit words, the last one padded."""
     return -(-prod(shape) * ITEMSIZE[dtype] // 2)
-
-
-def contiguous_shift(layout: Layout) -> int | None:
-    """d such that destination = source + d for the whole layout, or None if it is not one such run from source 0."""
-    if len(layout.blocks) != 1:
-        return None
-    block = layout.blocks[0].normalised()
-    if len(block.shape) != 1 or block.src_strides != (1,) or block.dst_strides != (1,) or block.src_offset != 0:
-        return None
-    return block.dst_offset if block.numel == layout.src_numel else None
 
 
 def _nested(block: Block) -> tuple[tuple[int, int, int], ...]:
@@ -84,7 +74,7 @@ class Locator:
 class LiveCopy:
     """One place where (a part of) a canonical tensor lives. `layout`: local lane → canonical lane."""
 
-    lanes: LaneView
+    lanes: Lanes
     layout: Layout
     locator: Locator = field(init=False, repr=False, compare=False)
 
@@ -107,12 +97,7 @@ class LiveCopy:
 
     def digest(self, key: DigestKey) -> int:
         """Digest of what is in memory now: one full pass."""
-        if self.lanes.lanes == 0:
-            return 0
-        shift = contiguous_shift(self.layout)
-        if shift is not None:
-            return digest_array(key, self.lanes.whole(), shift)
-        return digest_live(key, self.lanes.whole(), self.layout)
+        return self.lanes.digest(key, self.layout)
 
 
 @dataclass(frozen=True)
@@ -216,4 +201,6 @@ class LiveSet:
     @staticmethod
     def digests(selected: Mapping[str, LiveTensor]) -> dict[str, int]:
         """Digest of every selected tensor's live lanes: one full pass over this rank's weights."""
+        for lanes in {c.lanes.device: c.lanes for live in selected.values() for c in live.copies}.values():
+            lanes.settle()
         return {name: live.digest(name) for name, live in selected.items()}

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.apply.errors import ChunkDamaged, TensorMismatch
-from engine.apply.live import LiveTensor, contiguous_shift, lane_count
+from engine.apply.live import LiveTensor, lane_count
 from engine.apply.target import ChunkFile, Target
 from engine.codec.chunk import ChunkHeader, ChunkItem, decode
 from engine.detect.base import I64, TILE, U16, tile_count
 from engine.errors import CodecError
 from engine.layout.algebra import from_json, map_indices, validate_slice
-from engine.layout.blocks import Layout
+from engine.layout.blocks import Layout, contiguous_shift
 from engine.records.models import TensorDigest
 
 MAX_CHUNK_BYTES = 1 << 30

@@ -92,3 +92,13 @@ class Layout:
     blocks: tuple[Block, ...]
     src_numel: int
     dst_numel: int
+
+
+def contiguous_shift(layout: Layout) -> int | None:
+    """d such that destination = source + d for the whole layout, or None if it is not one such run from source 0."""
+    if len(layout.blocks) != 1:
+        return None
+    block = layout.blocks[0].normalised()
+    if len(block.shape) != 1 or block.src_strides != (1,) or block.dst_strides != (1,) or block.src_offset != 0:
+        return None
+    return block.dst_offset if block.numel == layout.src_numel else None

@@ -80,8 +80,11 @@ def memory_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def kept(parameters: Parameters) -> Iterator[None]:
-    """Put the parameters' values back afterwards, in place. Holds a second copy of them meanwhile."""
-    before = {name: tensor.detach().clone() for name, tensor in parameters().items()}
+    """Put the parameters' values back afterwards, in place.
+
+    Meanwhile a copy of them all is in host memory: a device that serves has no room for it.
+    """
+    before = {name: tensor.detach().to("cpu", copy=True) for name, tensor in parameters().items()}
     try:
         yield
     finally:

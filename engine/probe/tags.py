@@ -96,15 +96,16 @@ def cast_words(words: Words, dtype: str, to: torch.dtype) -> Words:
 
 def read_digits(memory: torch.Tensor) -> U8:
     """What a digit pass left in flat `memory`: digit + 1, or 0 where it is no digit (not written, or another value)."""
+    memory = memory.detach().cpu()  # first: a conversion on a device would need room for the wide copy there
     if memory.dtype == torch.int8:
         memory = memory.view(torch.uint8)
     if memory.dtype == torch.bool or memory.is_complex():
         return np.zeros(memory.numel(), np.uint8)
     if not memory.is_floating_point():
-        values = memory.to("cpu", torch.int64)
+        values = memory.to(torch.int64)
         good = (values >= 1) & (values <= BASE)
         return torch.where(good, values, 0).to(torch.uint8).numpy()
-    floats = memory.to("cpu", torch.float64 if memory.dtype == torch.float64 else torch.float32)
+    floats = memory.to(torch.float64 if memory.dtype == torch.float64 else torch.float32)
     good = (floats >= 1) & (floats <= BASE) & (floats == floats.floor())
     return torch.where(good, floats, 0).to(torch.uint8).numpy()
 

@@ -24,6 +24,7 @@ from app.demo.grpo import GenerateRequest, Grpo, GrpoSettings
 from app.demo.link import Link, LinkServer, ReceiverFailed
 from app.demo.model import build, dither_in_cell, replace_zeros
 from app.demo.processes import ChildFailed, Children
+from app.demo.rollouts import Reload, Sampled, Verdict
 from app.demo.run import DemoOptions, Outcome, conclude
 from app.demo.sampling import generate
 from app.demo.task import Addition, reward
@@ -349,9 +350,33 @@ def test_a_demo_whose_receivers_differ_fails(capsys: pytest.CaptureFixture[str])
     wrong = Comparison("rollout-0", 2, 100, 1, ("a",))
     right = Comparison("rollout-1", 2, 100, 0, ())
     options = DemoOptions(json_output=True)
-    assert conclude(Outcome([], [right, wrong], 0.0, Path()), 1.0, options) == 1
+    assert conclude(Outcome([], Verdict([right, wrong]), 0.0, Path()), 1.0, options) == 1
     out = capsys.readouterr().out
     assert "1 elements differ" in out
     assert json.loads(out.splitlines()[-1])["bit_exact"] is False
-    assert conclude(Outcome([], [right], 0.0, Path()), 1.0, options) == 0
-    assert conclude(Outcome([], [], 0.0, Path()), 1.0, options) == 1
+    assert conclude(Outcome([], Verdict([right]), 0.0, Path()), 1.0, options) == 0
+    assert conclude(Outcome([], Verdict([]), 0.0, Path()), 1.0, options) == 1
+
+
+def test_a_demo_whose_second_engine_differs_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    right = Comparison("exported checkpoint", 2, 100, 0, ())
+    options = DemoOptions(json_output=True, engine="sglang")
+
+    def code(reload: Reload) -> int:
+        return conclude(Outcome([], Verdict([right], reload), 0.0, Path()), 1.0, options)
+
+    assert code(Reload(3, 2, 1, (), 4, 0)) == 0
+    assert "same 2 checksums (1 of them changed since the start), same 4 greedy answers" in capsys.readouterr().out
+    assert code(Reload(3, 2, 1, ("0/a",), 4, 0)) == 1
+    out = capsys.readouterr().out
+    assert "1 of 2 checksums differ" in out
+    assert json.loads(out.splitlines()[-1])["reload"]["same"] is False
+    assert code(Reload(3, 2, 1, (), 4, 1)) == 1
+    assert code(Reload(3, 0, 0, (), 4, 0)) == 1
+    assert code(Reload(3, 2, 1, (), 0, 0)) == 1
+
+
+def test_a_sample_from_another_version_is_an_error() -> None:
+    assert Sampled([[1], [2]], [3, 3]).from_version(3) == {"3": 2}
+    with pytest.raises(ReceiverFailed, match="1 from version 2, 1 from version 3"):
+        Sampled([[1], [2]], [3, 2]).from_version(3)

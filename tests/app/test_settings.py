@@ -146,3 +146,38 @@ def test_a_daemon_without_a_store_of_its_own_needs_the_address_of_one() -> None:
     with pytest.raises(SettingsError, match="store"):
         Settings.load(roles="publisher")
     assert Settings.load(roles="publisher", store="http://h/store").store == "http://h/store"
+
+
+RECEIVERS = """
+run = "r1"
+[[receivers]]
+name = "actor-0"
+kind = "sglang"
+url = "http://127.0.0.1:30000"
+[[receivers]]
+name = "actor-1"
+run = "r2"
+sockets = ["/run/actor-1.sock"]
+"""
+
+
+def test_receivers_are_tables_of_the_file_or_json_in_the_variable(env: Env, toml: Callable[[str], Path]) -> None:
+    first, second = Settings.load(toml(RECEIVERS)).receivers
+    assert (first.name, first.kind, first.run) == ("actor-0", "sglang", "r1")
+    assert (second.name, second.kind, second.run) == ("actor-1", "torch", "r2")
+    env("DTE_RECEIVERS", '[{"name": "x", "run": "r3", "sockets": ["/x.sock"]}]')
+    assert [r.name for r in Settings.load().receivers] == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (RECEIVERS.replace("actor-1", "actor-0", 1), "one receiver twice"),
+        (RECEIVERS.replace('run = "r1"', 'roles = ["publisher"]\nstore = "/s"\nrun = "r1"'), "no subscriber role"),
+        (RECEIVERS.replace('run = "r1"', ""), "Field required"),
+        (RECEIVERS.replace("url", "address"), "Extra inputs"),
+    ],
+)
+def test_receivers_that_cannot_be_are_refused(toml: Callable[[str], Path], text: str, why: str) -> None:
+    with pytest.raises(SettingsError, match=why):
+        Settings.load(toml(text))

@@ -309,6 +309,21 @@ async def test_registration_is_checked(world: World) -> None:
             await role.remove("nobody")
 
 
+async def test_a_daemon_whose_receiver_another_one_took_over_says_so(world: World) -> None:
+    await world.step()
+    process = world.receiver()
+    async with world.daemon(data_dir=world.folder / "first") as first:
+        await world.register(process)
+        await world.in_sync()
+        async with world.daemon(data_dir=world.folder / "second"):
+            await world.register(process)
+            await world.in_sync()
+            world.role = first
+            info = await world.until(lambda i: i.state is ReceiverState.FAILED)
+            assert not info.ready
+            assert "owner" in info.last_error
+
+
 async def test_decisions_signed_with_another_key_are_not_followed(world: World) -> None:
     world.publisher.key = b"right-key-right-key"
     await world.step()
@@ -342,3 +357,29 @@ async def test_chunks_are_downloaded_before_the_decision(world: World) -> None:
         await decide(undecided[0])
         await world.in_sync()
         assert same(process.weights(), world.state)
+
+
+async def test_receivers_of_the_settings_are_driven_as_long_as_they_stand_there(world: World) -> None:
+    await world.step()
+    process = world.receiver()
+    said = ReceiverRegistration(name=process.name, run="r", sockets=[str(process.socket)])
+    other = ReceiverRegistration(name="b", run="r", sockets=[str(world.folder / "not-yet.sock")])
+    async with world.daemon(receivers=[said]) as role:
+        await world.in_sync()
+        await role.register(other)
+    async with world.daemon(receivers=[said]) as role:
+        assert [i.name for i in role.list()] == ["a", "b"]
+        await world.in_sync()
+    # Only what was registered by a call is remembered.
+    async with world.daemon() as role:
+        assert [i.name for i in role.list()] == ["b"]
+    # The settings know better than the memory.
+    moved = other.model_copy(update={"sockets": [str(process.socket)]})
+    async with world.daemon(receivers=[moved]) as role:
+        assert role._receivers["b"].registration == moved
+
+
+async def test_a_receiver_of_the_settings_that_cannot_be_one_is_said_before_anything_starts(world: World) -> None:
+    with pytest.raises(InvalidInput, match="needs the `url`"):
+        async with world.daemon(receivers=[ReceiverRegistration(name="s", kind="sglang", run="r")]):
+            pass

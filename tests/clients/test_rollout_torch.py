@@ -127,9 +127,11 @@ async def test_only_the_newest_owner_commands(tmp_path: Path, processes: list[Pr
         await new.attach("other", fence)
     assert refused.value.code == "fenced-off"
     await new.attach("other", fence + 1)
-    with pytest.raises(ReceiverError) as refused:
-        await old.commit(1)
-    assert refused.value.code == "fenced-off"
+    for deposed in (old.commit(1), old.status()):
+        with pytest.raises(ReceiverError) as refused:
+            await deposed
+        assert refused.value.code == "fenced-off"
+    assert (await nobody.status()).fence == fence + 1
     await new.abort()
     assert same(process.weights(), tiny_state(0))
     for link in (nobody, old, new):

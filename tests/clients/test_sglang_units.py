@@ -14,6 +14,7 @@ from torch import nn
 
 from clients.rollout import protocol as p
 from clients.rollout.server import ReceiverServer
+from clients.rollout.sglang import converter as converting
 from clients.rollout.sglang.call import EngineAnswer, EngineCall, Stage, StageUnit, UnitTensor
 from clients.rollout.sglang.converter import Converter
 from clients.rollout.sglang.layouts import Found
@@ -21,6 +22,7 @@ from clients.rollout.sglang.rank import SglangRank
 from clients.rollout.sglang.units import Unit, units_of
 from clients.rollout.sglang.weights import EngineWeights, dtype_name
 from engine.apply import TensorMismatch, WrongBase
+from engine.apply.device import DeviceLanes
 from engine.errors import CodecError, InvalidInput, ProofError, StateConflict
 from engine.layout.algebra import identity
 from engine.layout.blocks import Block, Layout
@@ -244,8 +246,11 @@ class Rig:
         self.rank.core.prepare(p.Prepare(target=self.target(version, new, base)))
 
 
-@pytest.fixture
-def rig(tmp_path: Path) -> Rig:
+@pytest.fixture(params=["host", "device"])
+def rig(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    """Converted parameters in host memory, or in what is treated like an accelerator's."""
+    if request.param == "device":
+        monkeypatch.setattr(converting, "view_of", lambda name, flat: DeviceLanes(flat))
     return Rig.make(tmp_path)
 
 

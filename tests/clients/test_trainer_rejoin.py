@@ -71,7 +71,7 @@ def test_the_rank_registers_again_under_its_launch(daemon: FakeDaemon, net: torc
         assert not handle.posted, "the epoch is not known to the daemon yet; training goes on"
         (body,) = joined
         assert first is not None
-        assert (body.launch, body.rank, body.step) == (first.launch, first.rank, 1)
+        assert (body.launch, body.rank, body.step) == (first.launch, first.rank, 0)
         assert body.hold > first.hold
         assert daemon.control is not None
         assert daemon.control.revoked >= body.hold, "nothing is read now, so the trainer is not held"
@@ -89,11 +89,21 @@ def test_one_that_waits_is_back_before_the_sync_returns(daemon: FakeDaemon, net:
         assert len(joined) == 1
 
 
+def test_the_step_at_hand_is_synced_after_it(daemon: FakeDaemon, net: torch.nn.Linear) -> None:
+    with make(daemon, net) as source:
+        assert source.sync(5).posted
+        joined = forget(daemon)
+        handle = source.sync(6)
+        assert handle.posted
+        assert [b.step for b in joined] == [5]
+        assert [s.step for s in daemon.syncs] == [5, 6]
+
+
 def test_a_sync_that_only_accumulates_finds_out_too(daemon: FakeDaemon, net: torch.nn.Linear) -> None:
     with make(daemon, net) as source:
         joined = forget(daemon)
         assert not source.sync(1, publish=False).posted
-        assert [b.step for b in joined] == [1]
+        assert [b.step for b in joined] == [0]
         assert source.sync(2, publish=False).posted
 
 

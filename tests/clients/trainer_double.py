@@ -87,6 +87,9 @@ class FakeDaemon:
 
     def _sync(self, body: SyncRequest) -> httpx.Response:
         assert self.control is not None
+        assert self.registration is not None
+        if body.step <= max([self.registration.step, *(s.step for s in self.syncs)]):
+            return problem(409, "state-conflict", f"step {body.step} is not newer")
         self.syncs.append(body)
         self._read()
         if self.auto_release:

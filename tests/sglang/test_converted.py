@@ -78,15 +78,6 @@ def world(worlds: Worlds, server: Server, qwen3: Path) -> World:
     return found
 
 
-def expected(server: Server, world: World) -> None:
-    """The server is at the run's newest state: the engine's own loading of it gives the same bits."""
-    sums = server.checksums()
-    copy = write(server.model, world.state, world.folder / f"checkpoint-{world.publisher.next}")
-    assert server.post("/update_weights_from_disk", model_path=str(copy)).status_code == 200
-    assert server.checksums() == sums
-    assert server.post("/update_weights_from_disk", model_path=str(server.model)).status_code == 200
-
-
 @pytest.mark.parametrize("fault", ["load", "refuse-0"])
 def test_a_unit_whose_loader_fails_is_undone_and_tried_again(world: World, server: Server, fault: str) -> None:
     (server.faults / fault).touch()
@@ -95,7 +86,7 @@ def test_a_unit_whose_loader_fails_is_undone_and_tried_again(world: World, serve
     assert not (server.faults / fault).exists()
     assert "asked to" in world.log()
     assert found["resyncs"] == 1, "nothing but the registration wrote everything"
-    expected(server, world)
+    world.expect_newest(server)
 
 
 def test_weights_written_by_others_are_noticed_and_converted_anew(world: World, server: Server, tmp_path: Path) -> None:
@@ -117,4 +108,4 @@ def test_a_daemon_that_comes_back_converts_nothing_that_is_there(world: World, s
     version = world.step().version
     world.daemon = world.start_daemon()
     world.wait_version(version)
-    expected(server, world)
+    world.expect_newest(server)

@@ -16,7 +16,7 @@ from app.subscriber.sglang import SglangEngine
 from clients.protocol import ReceiverRegistration
 from clients.rollout.protocol import ReceiverError, TargetBody
 from engine.apply import Target
-from tests.support.sglang.checkpoints import make, read, trained, write
+from tests.support.sglang.checkpoints import make, read, trained
 from tests.support.sglang.server import Server
 from tests.support.sglang.world import World
 from tests.support.versions import local_target
@@ -33,18 +33,6 @@ def world(worlds: Worlds, server: Server, qwen3: Path) -> World:
     return found
 
 
-def expected(server: Server, world: World) -> None:
-    """The server is at the run's newest state: another dense installation of it gives the same bits."""
-    assert server.generate()["meta_info"]["weight_version"] == str(world.publisher.next - 1)
-    sums = server.checksums()
-    copy = write(server.model, world.state, world.folder / f"checkpoint-{world.publisher.next}")
-    answer = server.post("/update_weights_from_disk", model_path=str(copy))
-    assert answer.status_code == 200, answer.text
-    assert server.checksums() == sums
-    # Give the engine its own path back.
-    assert server.post("/update_weights_from_disk", model_path=str(server.model)).status_code == 200
-
-
 def test_a_server_with_other_weights_is_brought_up_from_version_0(
     worlds: Worlds, server: Server, tmp_path: Path
 ) -> None:
@@ -53,7 +41,7 @@ def test_a_server_with_other_weights_is_brought_up_from_version_0(
     assert world.register(server).status_code == 200
     found = world.wait_version(1)
     assert found["resyncs"] == 1
-    expected(server, world)
+    world.expect_newest(server)
 
 
 def test_without_a_starting_point_the_server_stays_unready_and_keeps_its_weights(
@@ -90,7 +78,7 @@ def test_a_corrupt_chunk_leaves_the_server_where_it_is_until_it_is_whole_again(w
     for path, data in others.items():
         path.write_bytes(data)
     world.wait_version(version)
-    expected(server, world)
+    world.expect_newest(server)
 
 
 @pytest.mark.parametrize("fault", ["refuse-0", "tear"])
@@ -101,7 +89,7 @@ def test_a_failed_commit_is_undone_in_the_same_call_and_tried_again(world: World
     assert found["resyncs"] == 0
     assert not (server.faults / fault).exists()
     assert "asked to" in world.log()
-    expected(server, world)
+    world.expect_newest(server)
 
 
 def test_weights_written_by_others_are_noticed_and_replaced(world: World, server: Server, tmp_path: Path) -> None:
@@ -132,7 +120,7 @@ def test_a_server_that_dies_in_a_commit_is_proven_again_after_its_restart(
     server.wait_ready()
     found = world.wait_version(version)
     assert found["resyncs"] == 0
-    expected(server, world)
+    world.expect_newest(server)
     server.end()
 
 
@@ -288,7 +276,7 @@ def test_requests_in_flight_end_and_their_tokens_tell_the_version(
     else:
         assert meta["completion_tokens"] == 400
         assert [span["version"] for span in meta["weight_versions"]] == ["0", str(version)]
-    expected(server, world)
+    world.expect_newest(server)
 
 
 @pytest.fixture(autouse=True)

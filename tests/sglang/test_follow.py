@@ -1,10 +1,9 @@
-"""A server that follows a run ends up with what one started from the last version's checkpoint has."""
+"""A server that follows a run ends up with what loading the last version's checkpoint gives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,51 +14,72 @@ from tests.support.sglang.world import World
 Worlds = Callable[..., World]
 Start = Callable[..., Server]
 VERSIONS = 5
+EP2 = ("--ep-size", "2")
+PROBE = {"DTE_SGLANG_PROBE": "1"}
 
 
 @pytest.mark.parametrize(
-    ("family", "tp", "extra"),
+    ("family", "tp", "extra", "variables"),
     [
-        ("qwen3", 1, ()),
-        ("qwen3", 2, ()),
-        ("qwen3-narrow", 2, ()),
-        ("qwen3-tied", 1, ()),
-        ("llama-one-kv-head", 2, ()),
-        ("qwen3-moe", 1, ()),
-        ("qwen3-moe", 2, ()),
-        ("qwen3-moe", 2, ("--ep-size", "2")),
-        ("qwen3-moe", 1, "probe"),
+        pytest.param("qwen3-narrow", 2, (), {}, id="qwen3-narrow-2"),
+        pytest.param("llama-one-kv-head", 2, (), {}, id="llama-one-kv-head-2"),
+        pytest.param("qwen3-moe", 1, (), PROBE, id="qwen3-moe-1-probed"),
+        pytest.param("qwen3-moe", 2, (), {}, id="qwen3-moe-2"),
+        pytest.param("qwen3-moe", 2, EP2, {}, id="qwen3-moe-2-ep2"),
     ],
 )
 def test_versions_arrive_bit_for_bit(
-    folder: Path, tmp_path: Path, start: Start, worlds: Worlds, family: str, tp: int, extra: Any
+    tmp_path: Path,
+    start: Start,
+    worlds: Worlds,
+    family: str,
+    tp: int,
+    extra: tuple[str, ...],
+    variables: dict[str, str],
 ) -> None:
     base = make(family, tmp_path)
-    variables = {"DTE_SGLANG_PROBE": "1"} if extra == "probe" else {}
-    extra = () if extra == "probe" else extra
-    follower = start(base, tp=tp, extra=extra, **variables).wait_ready()
-    try:
-        world = worlds(base)
-        assert world.register(follower).status_code == 200
-        # The server was started from the trainer's checkpoint: nothing needed to be written.
-        found = world.wait_version(0)
-        assert (found["resyncs"], found["ranks"], found["proof"]) == (0, tp, "proven")
-        assert follower.weight_version == "0"
-        before = follower.generate()
-        for _ in range(VERSIONS):
-            version = world.step().version
-        found = world.wait_version(version)
-        assert found["resyncs"] == 0
-        assert found["last_install_ms"]["pause"] > 0
-        after, sums = follower.generate(), follower.checksums()
-        assert after["output_ids"] != before["output_ids"]
-        assert after["meta_info"]["weight_version"] == follower.weight_version == str(version)
-        assert follower.get("/model_info")["model_path"] == str(base)
-    finally:
-        follower.end()
-    fresh = start(write(base, world.state, tmp_path / "trained"), tp=tp, extra=extra).wait_ready()
-    try:
-        assert fresh.checksums() == sums
-        assert fresh.generate()["output_ids"] == after["output_ids"]
-    finally:
-        fresh.end()
+    server = start(base, tp=tp, extra=extra, **variables).wait_ready()
+    world, _ = follow(server, worlds)
+    world.expect_newest(server)
+    server.end()
+
+
+def test_another_server_started_from_a_later_version_is_the_same_and_goes_on_from_it(
+    qwen3: Path, tmp_path: Path, start: Start, worlds: Worlds
+) -> None:
+    server = start(qwen3, tp=2).wait_ready()
+    world, answer = follow(server, worlds)
+    sums = server.checksums()
+    server.end()
+    fresh = start(write(qwen3, world.state, tmp_path / "trained"), tp=2).wait_ready()
+    assert fresh.checksums() == sums
+    assert fresh.generate()["output_ids"] == answer["output_ids"]
+    world.step()
+    version = world.step().version
+    assert world.register(fresh, "fresh").status_code == 200
+    found = world.wait_version(version, "fresh")
+    assert found["resyncs"] == 0
+    assert world.receiver()["state"] == "lost"
+    world.expect_newest(fresh)
+    fresh.end()
+
+
+def follow(server: Server, worlds: Worlds) -> tuple[World, dict[str, object]]:
+    """Several versions, one after the other; returns the run, and a greedy answer at its end."""
+    world = worlds(server.model)
+    assert world.register(server).status_code == 200
+    # The server was started from the trainer's checkpoint: nothing needed to be written.
+    found = world.wait_version(0)
+    assert (found["resyncs"], found["ranks"], found["proof"]) == (0, server.tp, "proven")
+    assert server.weight_version == "0"
+    before = server.generate()
+    for _ in range(VERSIONS):
+        version = world.step().version
+    found = world.wait_version(version)
+    assert found["resyncs"] == 0
+    assert found["last_install_ms"]["pause"] > 0
+    after = server.generate()
+    assert after["output_ids"] != before["output_ids"]
+    assert after["meta_info"]["weight_version"] == server.weight_version == str(version)
+    assert server.get("/model_info")["model_path"] == str(server.model)
+    return world, after

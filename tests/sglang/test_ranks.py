@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.sglang.checkpoints import write
 from tests.support.sglang.server import Server
 from tests.support.sglang.world import World
 
@@ -27,14 +26,6 @@ def world(worlds: Worlds, pair: Server, qwen3: Path) -> World:
     return found
 
 
-def expected(server: Server, world: World) -> None:
-    sums = server.checksums()
-    copy = write(server.model, world.state, world.folder / f"checkpoint-{world.publisher.next}")
-    assert server.post("/update_weights_from_disk", model_path=str(copy)).status_code == 200
-    assert server.checksums() == sums
-    assert server.post("/update_weights_from_disk", model_path=str(server.model)).status_code == 200
-
-
 @pytest.mark.parametrize("fault", ["refuse-0", "refuse-1", "tear"])
 def test_one_rank_that_fails_takes_the_others_back_with_it(world: World, pair: Server, fault: str) -> None:
     (pair.faults / fault).touch()
@@ -44,7 +35,21 @@ def test_one_rank_that_fails_takes_the_others_back_with_it(world: World, pair: S
     assert not (pair.faults / fault).exists()
     assert "asked to" in world.log()
     assert pair.generate()["meta_info"]["weight_version"] == str(version)
-    expected(pair, world)
+    world.expect_newest(pair)
+
+
+def test_a_rank_that_cannot_be_brought_back_keeps_the_engine_paused_until_it_is_overwritten(
+    world: World, pair: Server
+) -> None:
+    (pair.faults / "tear").touch()
+    (pair.faults / "no-undo").touch()
+    version = world.step().version
+    world.wait(resyncs=1, installed=version, ready=True)
+    said = world.log(200)
+    assert "asked not to undo" in said
+    assert "it stays paused until they are resynced" in said
+    assert not list(pair.faults.iterdir())
+    world.expect_newest(pair)
 
 
 def test_the_newer_of_two_daemons_has_the_server(world: World, worlds: Worlds, pair: Server, qwen3: Path) -> None:
@@ -54,4 +59,4 @@ def test_the_newer_of_two_daemons_has_the_server(world: World, worlds: Worlds, p
     world.wait(ready=False)
     version = other.step().version
     other.wait_version(version)
-    expected(pair, other)
+    other.expect_newest(pair)

@@ -22,10 +22,13 @@ from clients.rollout.sglang.staging import map_unit
 from clients.rollout.sglang.units import Unit
 from clients.rollout.sglang.weights import dtype_name
 from engine.apply import LiveChanged, TensorMismatch, WrongBase
+from engine.apply.device import view_of
+from engine.apply.lanes import Lanes
 from engine.apply.live import Locator
 from engine.detect.base import U16
-from engine.digest import DigestKey, digest_array
+from engine.digest import DigestKey
 from engine.errors import InvalidInput, ProofError, StateConflict
+from engine.layout.algebra import identity
 from engine.layout.blocks import Layout
 from engine.records.models import ITEMSIZE, TensorDigest
 
@@ -61,8 +64,11 @@ class _Goal:
 
 
 class Converter:
-    """`load`: the engine's loader and post-processing, for the parameters named. `found`: where in a parameter a
-    tensor's elements are, as far as it is known. `aliases`: further names a version may use for a tensor."""
+    """InvalidInput if a unit's parameter is no plain 16- or 32-bit tensor.
+
+    `load`: the engine's loader and post-processing, for the parameters named. `found`: where in a parameter a
+    tensor's elements are, as far as it is known. `aliases`: further names a version may use for a tensor.
+    """
 
     def __init__(
         self,
@@ -81,6 +87,9 @@ class Converter:
         self._names = {t.name: (t.name, *more.get(t.name, ())) for unit in units for t in unit.tensors}
         self._known = {alias: name for name, names in self._names.items() for alias in names}
         self._metas = {t.name: t for unit in units for t in unit.tensors}
+        now = parameters()
+        for name in (n for unit in units for n in unit.parameters):
+            _lanes(name, now[name])
         self._version: int | None = None
         self._stored: dict[str, int] = {}
         self._goal: _Goal | None = None
@@ -203,9 +212,12 @@ class Converter:
         found = self._parameters()
         for old in reversed(self._undo):
             lanes = _lanes(old.parameter, found[old.parameter])
-            at = slice(None) if old.at is None else old.at
-            lanes[at] = old.lanes
-            if not np.array_equal(lanes[at], old.lanes):
+            if old.at is None:
+                lanes.write_run(0, old.lanes)
+            else:
+                lanes.scatter(old.at, old.lanes)
+            now = lanes.run(0, lanes.lanes) if old.at is None else lanes.gather(old.at)
+            if not np.array_equal(now, old.lanes):
                 raise LiveChanged(f"{old.parameter!r} does not read back as it was written.")
         self._end()
 
@@ -220,7 +232,7 @@ class Converter:
 
     def _one(self, unit: Unit, goal: _Goal) -> None:
         found = self._parameters()
-        before = {name: (found[name].data, _lanes(name, found[name]).copy()) for name in unit.parameters}
+        before = {name: (found[name].data, _copy(name, found[name])) for name in unit.parameters}
         try:
             with torch.no_grad():
                 self._load([(t.name, goal.staged[t.name]) for t in unit.tensors], unit.parameters)
@@ -228,7 +240,9 @@ class Converter:
             kept = []
             for name, (data, lanes) in before.items():
                 _require_place(name, now[name], data)
-                at = np.flatnonzero(_lanes(name, now[name]) != lanes)
+                view = _lanes(name, now[name])
+                view.settle()
+                at = np.flatnonzero(view.run(0, view.lanes) != lanes)
                 self._check_places(name, at, goal)
                 kept.append(_sparse(name, at, lanes))
         except BaseException:
@@ -245,7 +259,7 @@ class Converter:
         for name, (data, lanes) in before.items():
             if now[name].data_ptr() != data.data_ptr():
                 now[name].data = data
-            _lanes(name, data)[:] = lanes
+            _lanes(name, data).write_run(0, lanes)
 
     def _check_places(self, name: str, at: npt.NDArray[Any], goal: _Goal) -> None:
         """WrongConversion if lanes `at`, which differ now, are not all of changed tensors."""
@@ -262,18 +276,24 @@ class Converter:
             raise WrongConversion(f"the loader changed elements of {name!r} whose tensors had not changed.")
 
 
-def _lanes(name: str, tensor: torch.Tensor) -> U16:
-    """The parameter's memory as 16-bit lanes, not a copy; InvalidInput if it is not a plain one on a CPU."""
-    dtype = dtype_name(tensor.dtype)
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or ITEMSIZE.get(dtype, 1) < 2:
-        raise InvalidInput(f"{name!r} ({dtype} on {tensor.device}) is not a plain 16- or 32-bit tensor in CPU memory.")
-    flat = tensor.detach().view(-1)
-    return flat.view(torch.uint8).numpy().view(np.uint16) if flat.numel() else np.empty(0, np.uint16)
+def _lanes(name: str, tensor: torch.Tensor) -> Lanes:
+    """The parameter's memory, not a copy; InvalidInput if it is not a plain one."""
+    if not tensor.is_contiguous() or tensor.element_size() < 2:
+        raise InvalidInput(f"{name!r} ({tensor.dtype}, strides {tensor.stride()}) is not a plain 16- or 32-bit tensor.")
+    return view_of(name, tensor.detach().view(-1))
+
+
+def _copy(name: str, tensor: torch.Tensor) -> U16:
+    """All of its lanes, in host memory."""
+    lanes = _lanes(name, tensor)
+    lanes.settle()
+    return lanes.run(0, lanes.lanes).copy()
 
 
 def _digest(name: str, tensor: torch.Tensor) -> int:
     """Of the stored bytes, under the parameter's name."""
-    return digest_array(DigestKey.for_tensor(name), _lanes(name, tensor))
+    lanes = _lanes(name, tensor)
+    return lanes.digest(DigestKey.for_tensor(name), identity(lanes.lanes))
 
 
 def _require_place(name: str, now: torch.Tensor, before: torch.Tensor) -> None:

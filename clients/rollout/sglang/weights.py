@@ -7,14 +7,11 @@ the engine's own update calls write is counted in `touched`, since nothing in th
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
-from engine.apply import LaneView, LiveCopy, LiveSet, LiveTensor
+from engine.apply import LiveCopy, LiveSet, LiveTensor, view_of
 from engine.errors import InvalidInput, StateConflict
 from engine.layout.algebra import scaled
 from engine.layout.blocks import Block, Layout
@@ -77,7 +74,7 @@ class EngineWeights:
         if self.away:
             return ("away",)
         found = parameters_of(self._model)
-        return tuple((n, t.data_ptr(), t.dtype, *t.shape, *t.stride()) for n, t in found.items())
+        return tuple((n, t.device, t.data_ptr(), t.dtype, *t.shape, *t.stride()) for n, t in found.items())
 
     def writes(self) -> tuple[object, ...]:
         return (self._touched,)
@@ -95,11 +92,11 @@ class EngineWeights:
         for name, placed in self._placements.items():
             if name in self._converted:
                 continue
-            raw = self._memory(name, found[name])
+            flat = self._flat(name, found[name])
             for placement in placed:
                 first, layout = _window(placement.layout)
                 size = ITEMSIZE[placement.tensor.dtype]
-                view = LaneView(raw[first * size : (first + layout.src_numel) * size])
+                view = view_of(name, flat.narrow(0, first, layout.src_numel))
                 copy = LiveCopy(view, scaled(layout, size // 2))
                 copies.setdefault(placement.tensor.name, []).append((placement, copy))
         tensors = [
@@ -113,15 +110,12 @@ class EngineWeights:
         ]
         return LiveSet(tensors, partial=self._partial, elsewhere=self._elsewhere)
 
-    def _memory(self, name: str, tensor: torch.Tensor) -> npt.NDArray[Any]:
-        """The parameter's bytes, not a copy."""
+    def _flat(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The parameter's elements in memory order, where they lie, not a copy."""
         dtype = dtype_name(tensor.dtype)
-        if tensor.device.type != "cpu":
-            raise InvalidInput(f"{name!r} lies on {tensor.device}; weights on other devices than CPUs are not served.")
         if not tensor.is_contiguous() or ITEMSIZE.get(dtype, 1) < 2:
             raise InvalidInput(f"{name!r} ({dtype}, strides {tensor.stride()}) is not a plain 16- or 32-bit tensor.")
         for placement in self._placements[name]:
             if placement.tensor.dtype != dtype or placement.layout.src_numel != tensor.numel():
                 raise InvalidInput(f"{name!r} is now {dtype} with {tensor.numel()} elements; it was loaded otherwise.")
-        flat = tensor.detach().view(-1)
-        return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+        return tensor.detach().view(-1)

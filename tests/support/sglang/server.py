@@ -71,7 +71,8 @@ class Server:
             "--tp-size", str(self.tp), "--host", "127.0.0.1", "--port", str(self.port),
             "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none",
             "--disable-cuda-graph", "--disable-overlap-schedule", "--max-total-tokens", "4096",
-            "--max-running-requests", "4", "--context-length", "512", "--skip-server-warmup", *self._extra,
+            "--max-running-requests", "4", "--context-length", "512", "--skip-server-warmup",
+            "--sleep-on-idle", *self._extra,
         ]  # fmt: skip
         with self.log.open("ab") as log:
             return subprocess.Popen(

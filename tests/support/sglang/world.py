@@ -13,7 +13,7 @@ import numpy as np
 
 from engine.records import CommitDecision
 from tests.support.daemon_process import Daemon
-from tests.support.sglang.checkpoints import read, trained
+from tests.support.sglang.checkpoints import read, trained, write
 from tests.support.sglang.server import Server
 from tests.support.versions import Publisher, State
 from transports.store.local import LocalStore
@@ -78,6 +78,17 @@ class World:
 
     def wait_version(self, version: int, name: str = "actor") -> dict[str, Any]:
         return self.wait(name, installed=version, ready=True)
+
+    def expect_newest(self, server: Server) -> None:
+        """The server has the run's newest state: the engine's own loading of it from disk gives the same bits."""
+        assert server.generate()["meta_info"]["weight_version"] == str(self.publisher.next - 1)
+        sums = server.checksums()
+        copy = write(server.model, self.state, self.folder / f"checkpoint-{self.publisher.next}")
+        answer = server.post("/update_weights_from_disk", model_path=str(copy))
+        assert answer.status_code == 200, answer.text
+        assert server.checksums() == sums
+        # Give the engine its own path back.
+        assert server.post("/update_weights_from_disk", model_path=str(server.model)).status_code == 200
 
     def log(self, lines: int = 40) -> str:
         return "\n".join((self.folder / "daemon.log").read_text(errors="replace").splitlines()[-lines:])

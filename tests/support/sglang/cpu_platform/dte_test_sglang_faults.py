@@ -29,6 +29,12 @@ def _commit(original: Callable[..., Any], core: Any, body: Any) -> Any:
     return original(core, body)
 
 
+def _rollback(original: Callable[..., Any], core: Any) -> Any:
+    if _asked("no-undo"):
+        raise RuntimeError("asked not to undo")
+    return original(core)
+
+
 def _scatter(original: Callable[..., Any], view: Any, index: Any, values: Any) -> Any:
     if _asked("tear"):
         half = index.size // 2
@@ -51,5 +57,6 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("clients.rollout.core.ReceiverCore.commit", _commit, HookType.AROUND)
+    HookRegistry.register("clients.rollout.core.ReceiverCore.rollback", _rollback, HookType.AROUND)
     HookRegistry.register("engine.apply.lanes.LaneView.scatter", _scatter, HookType.AROUND)
     HookRegistry.register("clients.rollout.sglang.loader.EngineLoader.load", _load, HookType.AROUND)
