@@ -98,6 +98,7 @@ class Owned:
     """A server whose owner is always the one that asks."""
 
     owner = ("d", 1)
+    owned = False
 
     def owned_by(self, owner: str, fence: int) -> bool:
         return (owner, fence) == self.owner

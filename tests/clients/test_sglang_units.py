@@ -445,3 +445,14 @@ def test_the_undo_is_of_the_size_of_what_changed(rig: Rig) -> None:
     assert old.lanes.size == 1
     converter.rollback()
     assert not converter.dirty
+
+
+def test_what_was_staged_is_dropped_when_its_owner_is_lost(rig: Rig) -> None:
+    rig.adopted()
+    new = step(rig.state, "q")
+    rig.prepare(1, new, rig.state)
+    rig.stage(1, new, ["q", "k"])
+    rig.rank.core.owner_lost()
+    with pytest.raises(StateConflict):
+        rig.stage(1, new, ["q", "k"])
+    assert rig.version == 0
