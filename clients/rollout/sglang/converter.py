@@ -190,7 +190,7 @@ class Converter:
             for t in unit.tensors:
                 if t.name not in goal.staged:
                     raise StateConflict(f"{t.name!r} of version {version} is not staged.")
-        self.dirty, self._undoable = True, undo
+        self.dirty, self._undoable, self._written = True, undo, {}
         if not undo:
             self._version = None
         for unit in goal.units:
