@@ -31,18 +31,22 @@ DECODED_CACHE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
-class _Source:
-    """A chunk to apply, in order: which version and writer it must say it is of, and where its bytes are."""
+class Source:
+    """A chunk to apply, in order: which run and version it must say it is of, and epoch and writer where they are
+    known; and where its bytes are."""
 
-    header: tuple[str, int, int, int]
+    header: tuple[str, int, int | None, int | None]
     ref: ChunkRef
     path: Path
 
 
 class Rebuilder:
-    """The tensors of one version; make it with `open`. `order` names them as their chunks hold them."""
+    """The tensors of one version; make it with `open`, or from chunks at hand: all from a whole version or an anchor
+    on. `order` names the tensors as their chunks hold them."""
 
-    def __init__(self, decision: CommitDecision, sources: Sequence[_Source], cache_bytes: int) -> None:
+    def __init__(
+        self, decision: CommitDecision, sources: Sequence[Source], cache_bytes: int = DECODED_CACHE_BYTES
+    ) -> None:
         self.decision = decision
         self._metas = {t.name: t for t in decision.tensors}
         self._cache = _Decoded(sources, cache_bytes)
@@ -95,7 +99,7 @@ class Rebuilder:
         return lanes
 
 
-async def _sources(chain: Chain, version: int, scratch: Path, *, own_anchor: bool) -> list[_Source]:
+async def _sources(chain: Chain, version: int, scratch: Path, *, own_anchor: bool) -> list[Source]:
     """All chunks from the newest usable anchor (or the newest version that is whole) on, downloaded."""
     wanted: list[tuple[tuple[str, int, int, int], ChunkRef]] = []
     # A version that is dense everywhere needs nothing before it.
@@ -115,11 +119,11 @@ async def _sources(chain: Chain, version: int, scratch: Path, *, own_anchor: boo
             header = (chain.run, commit.version, commit.epoch, part_ref.writer)
             wanted += [(header, ref) for ref in (await chain.part(part_ref)).chunks]
 
-    async def fetch(item: tuple[tuple[str, int, int, int], ChunkRef]) -> _Source:
+    async def fetch(item: tuple[tuple[str, int, int, int], ChunkRef]) -> Source:
         header, ref = item
         path = scratch / f"{ref.sha256}.dtc"
         await download(chain.store, ref.key, path, ref.size_bytes, ref.sha256)
-        return _Source(header, ref, path)
+        return Source(header, ref, path)
 
     return await gather_bounded(fetch, wanted)
 
@@ -127,7 +131,7 @@ async def _sources(chain: Chain, version: int, scratch: Path, *, own_anchor: boo
 class _Decoded:
     """Decoded chunks by number, the least recently used dropped above a bound (they can be decoded again)."""
 
-    def __init__(self, sources: Sequence[_Source], limit_bytes: int) -> None:
+    def __init__(self, sources: Sequence[Source], limit_bytes: int) -> None:
         self._sources = sources
         self._limit_bytes = limit_bytes
         self._held: OrderedDict[int, tuple[list[ChunkItem], int]] = OrderedDict()
@@ -147,7 +151,8 @@ class _Decoded:
             return self._held[number][0]
         source = self._sources[number]
         header, items = decode(source.path.read_bytes(), max_raw_bytes=source.ref.raw_bytes)
-        if (header.run, header.version, header.epoch, header.writer) != source.header:
+        said = (header.run, header.version, header.epoch, header.writer)
+        if any(want is not None and want != found for want, found in zip(source.header, said, strict=True)):
             raise CodecError(f"{source.ref.key} says it is of another version or writer: {header}.")
         size = sum(i.ranks.nbytes + i.diffs.nbytes + i.dense_bits.nbytes for i in items)
         self._held[number] = (items, size)

@@ -231,7 +231,8 @@ class ReceiverRegistration(Model):
 
 
 class ReceiverInfo(Model):
-    """`GET /receivers`. `proof` is `proven` when the live weights' digests equalled `installed`'s after the write."""
+    """`GET /receivers`. `proof` is `proven` when the live weights' digests equalled `installed`'s after the write,
+    `converted` when that holds but for `converted` tensors, which the engine made something else of."""
 
     name: str
     kind: str
@@ -243,6 +244,7 @@ class ReceiverInfo(Model):
     installed_step: int | None
     lag: int | None
     proof: Literal["none", "proven", "converted", "failed"]
+    converted: int = 0
     resyncs: int = 0
     last_error: str = ""
     last_install_ms: dict[str, float] = Field(default_factory=dict)

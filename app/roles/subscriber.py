@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import socket
 import uuid
 
@@ -20,6 +21,7 @@ from app.subscriber.prefetch import Prefetcher
 from app.subscriber.receiver import Receiver
 from app.subscriber.registry import Registry
 from app.subscriber.targets import Targets
+from app.subscriber.units import UnitFiles
 from clients.protocol import ReceiverInfo, ReceiverRegistration
 from engine.errors import StateConflict
 
@@ -42,6 +44,7 @@ class SubscriberRole(Role):
             metrics=node.metrics,
             degraded=node.degraded,
         )
+        self._units_dir = settings.data_dir / "units"
         self._registry = Registry(settings.data_dir / "receivers.json", node.degraded)
         self._configured = {r.name: r for r in settings.receivers}
         for registration in settings.receivers:
@@ -54,6 +57,8 @@ class SubscriberRole(Role):
 
     async def start(self) -> None:
         await self._cache.open()
+        # Whatever lies there is a dead daemon's, and nobody reads it any more.
+        await asyncio.to_thread(shutil.rmtree, self._units_dir, ignore_errors=True)
         known = {r.name: r for r in await self._registry.load()} | self._configured
         for registration in known.values():
             self._add(registration)
@@ -132,7 +137,8 @@ class SubscriberRole(Role):
         chain = self.node.chains.get(run)
         receiver = Receiver(
             registration,
-            Targets(chain, self._cache),
+            (targets := Targets(chain, self._cache)),
+            UnitFiles(targets, self._units_dir / registration.name, max_bytes=self.node.settings.cache_bytes),
             owner=self._owner,
             fence=self._registry.fence,
             events=self.node.events,

@@ -49,6 +49,9 @@ def _wrong(found: dict[str, str], want: dict[str, str]) -> list[str]:
 class Engine:
     """Connections to the ranks of one receiver, owned with `fence`."""
 
+    converts = False
+    """Whether this kind of engine can be given tensors that it does not keep by their bits."""
+
     def __init__(self, run: str, links: list[ReceiverClient], ranks: list[Description], statuses: list[Status]) -> None:
         self._run = run
         self._links = links
@@ -117,7 +120,10 @@ class Engine:
         """How the ranks' pieces add up to `tensors`; InvalidInput or LayoutError if they do not."""
         shape = tuple((t.name, tuple(t.shape), t.dtype) for t in tensors)
         if self._jigsaw is None or self._jigsaw[0] != shape:
-            self._jigsaw = (shape, Jigsaw(self._ranks, tensors))
+            jigsaw = Jigsaw(self._ranks, tensors)
+            if jigsaw.converted and not self.converts:
+                raise InvalidInput("a receiver of this kind cannot have converter units.")
+            self._jigsaw = (shape, jigsaw)
         return self._jigsaw[1]
 
     async def audit(self, tensors: list[TensorDigest]) -> tuple[dict[str, str], list[dict[str, str]]]:
@@ -127,11 +133,13 @@ class Engine:
         per_rank = [f.digests for f in found]
         return jigsaw.combine(per_rank), per_rank
 
-    async def adopt(self, version: int, step: int, tensors: list[TensorDigest], per_rank: list[dict[str, str]]) -> None:
-        """Tell every rank that what was audited is `version`."""
+    async def adopt(self, version: int, step: int, tensors: list[TensorDigest], per_rank: list[dict[str, str]]) -> bool:
+        """Tell every rank that what was audited is `version`. True if weights had to be written for that: tensors that
+        no digest proves are converted anew."""
         self.statuses = await asyncio.gather(
             *(link.adopt(version, step, tensors, d) for link, d in zip(self._links, per_rank, strict=True))
         )
+        return False
 
     async def install(self, target: TargetBody) -> dict[str, float]:
         """Two phases over all ranks; returns the milliseconds of each. On any error no rank has changed, unless it is
@@ -142,6 +150,7 @@ class Engine:
         try:
             prepared = await self._all(lambda link: link.prepare(target))
             self._judge(jigsaw, prepared, target)
+            await self._before_write(jigsaw, target)
         except BaseException:
             await self._quietly(lambda link: link.abort())
             raise
@@ -151,6 +160,9 @@ class Engine:
         times = await self._write(target.version, writers)
         await self.refresh()
         return {"prepare": (t1 - t0) * 1e3, **times}
+
+    async def _before_write(self, jigsaw: Jigsaw, target: TargetBody) -> None:
+        """Give the ranks what else they need for `target`, whose digests are right."""
 
     async def _write(self, version: int, writers: list[ReceiverClient]) -> dict[str, float]:
         """What all have prepared becomes the weights of `writers`; returns the milliseconds of each stage."""
@@ -174,24 +186,26 @@ class Engine:
         jigsaw = await asyncio.to_thread(self.check_fits, last.tensors)
         start = time.perf_counter()
         found: list[Digests] = await self._all(lambda link: link.resync(targets))
-        self._require(jigsaw.combine([f.digests for f in found]), last)
+        self._require(jigsaw, found, last)
         await self._all(lambda link: link.finalize(last.version))
         await self.refresh()
         return (time.perf_counter() - start) * 1e3
 
     @staticmethod
-    def _require(found: dict[str, str], target: TargetBody) -> None:
+    def _require(jigsaw: Jigsaw, found: list[Digests], target: TargetBody) -> None:
         """ProofError unless these are the digests of the target."""
-        wrong = _wrong(found, {t.name: t.digest for t in target.tensors})
+        want = jigsaw.provable({t.name: t.digest for t in target.tensors})
+        wrong = _wrong(jigsaw.combine([f.digests for f in found]), want)
         if wrong:
             raise ProofError(f"after the resync {wrong[0]!r} does not have the digest of version {target.version}.")
 
     def _judge(self, jigsaw: Jigsaw, prepared: list[Prepared], target: TargetBody) -> None:
         if target.base_digests is not None and not any(p.already for p in prepared):
-            wrong = _wrong(jigsaw.combine([p.live for p in prepared]), target.base_digests)
+            wrong = _wrong(jigsaw.combine([p.live for p in prepared]), jigsaw.provable(target.base_digests))
             if wrong:
                 raise ReceiverError(f"the live {wrong[0]!r} is not that of version {target.base}.", code="wrong-base")
-        wrong = _wrong(jigsaw.combine([p.after for p in prepared]), {t.name: t.digest for t in target.tensors})
+        want = jigsaw.provable({t.name: t.digest for t in target.tensors})
+        wrong = _wrong(jigsaw.combine([p.after for p in prepared]), want)
         if wrong:
             raise ReceiverError(
                 f"version {target.version} would give a wrong {wrong[0]!r}; nothing was written.", code="wrong-result"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from app.subscriber.engine import Engine
 from app.subscriber.sglang import SglangEngine, options_of
 from app.subscriber.sglang_server import SglangServer
+from app.subscriber.units import UnitFiles
 from clients.protocol import ReceiverRegistration
 from clients.rollout.protocol import ReceiverGone
 from engine.errors import InvalidInput
@@ -44,8 +45,8 @@ async def check_reachable(registration: ReceiverRegistration) -> None:
         await server.aclose()
 
 
-async def connect(registration: ReceiverRegistration, *, owner: str, fence: int) -> Engine:
+async def connect(registration: ReceiverRegistration, *, owner: str, fence: int, files: UnitFiles) -> Engine:
     """The engine behind a registration, owned. Errors are those of `Engine.connect`."""
     if registration.kind == "sglang":
-        return await SglangEngine.reach(registration, owner=owner, fence=fence)
+        return await SglangEngine.reach(registration, owner=owner, fence=fence, files=files)
     return await Engine.connect(registration.run, registration.sockets, owner=owner, fence=fence)

@@ -20,6 +20,7 @@ from app.subscriber.engine import Engine, HalfWritten
 from app.subscriber.kinds import connect
 from app.subscriber.standing import Standing
 from app.subscriber.targets import NoSource, Step, Targets, digests, is_unreadable
+from app.subscriber.units import UnitFiles
 from clients.protocol import ReceiverRegistration, ReceiverState
 from clients.rollout.protocol import ReceiverError, ReceiverGone
 from engine.errors import CodecError, DteError, InvalidInput, ProofError, StateConflict
@@ -42,6 +43,7 @@ class Receiver:
         self,
         registration: ReceiverRegistration,
         targets: Targets,
+        files: UnitFiles,
         *,
         owner: str,
         fence: int,
@@ -52,6 +54,7 @@ class Receiver:
         self.registration = registration
         self.standing = Standing(registration, targets.chain, events, metrics)
         self._targets = targets
+        self._files = files
         self._chain: Chain = targets.chain
         self._owner = owner
         self._fence = fence
@@ -101,7 +104,7 @@ class Receiver:
         while not self._stopping:
             started_s = time.monotonic()
             try:
-                engine = await connect(self.registration, owner=self._owner, fence=self._fence)
+                engine = await connect(self.registration, owner=self._owner, fence=self._fence, files=self._files)
                 try:
                     self._connected = True
                     self.standing.ranks = engine.ranks
@@ -157,6 +160,7 @@ class Receiver:
 
     async def _bring_to(self, engine: Engine, head: CommitDecision) -> None:
         """Make the receiver hold `head`, by the cheapest way that is proven."""
+        self.standing.converted = len((await asyncio.to_thread(engine.check_fits, head.tensors)).converted)
         if engine.dirty:
             await self._resync(engine, head)
         if (
@@ -202,10 +206,17 @@ class Receiver:
             if error.code != ProofError.code:
                 raise
             return False  # copies on one rank differ
-        for commit in reversed(self._chain.commits()):
+        said = {s.version for s in engine.statuses}
+        # What the ranks say they are comes first: digests alone cannot tell versions that differ in converted tensors.
+        for commit in sorted(self._chain.commits(), key=lambda c: (c.version not in said, -c.version)):
             known = await self._chain.full(commit.version)
-            if digests(known.tensors) == found:
-                await engine.adopt(known.version, known.step, known.tensors, per_rank)
+            if engine.check_fits(known.tensors).provable(digests(known.tensors)) == found:
+                try:
+                    if await engine.adopt(known.version, known.step, known.tensors, per_rank):
+                        self._count_resync()
+                except NoSource as error:
+                    log.warning("receiver %s: %s", self.standing.name, error)
+                    return False  # a resync asks for what is missing
                 self.standing.proven(engine.statuses, known.version, known.step)
                 return True
         self.standing.proof_failed = True
@@ -226,7 +237,7 @@ class Receiver:
         try:
             async with self._targets.local(plan) as bodies:
                 await engine.install(bodies[0])
-        except (ReceiverError, ProofError) as error:
+        except (ReceiverError, ProofError, NoSource) as error:
             log.warning("receiver %s: its ranks cannot be brought together: %s", self.standing.name, error)
             return False
         self.standing.proven(engine.statuses, high, plan[0].step)
@@ -286,8 +297,7 @@ class Receiver:
                 if not engine.dirty:
                     self.standing.restore(engine.statuses)
                 continue
-            self.standing.resyncs += 1
-            self._metrics.resyncs.inc()
+            self._count_resync()
             self.standing.last_install_ms = {"resync": ms}
             self.standing.proven(engine.statuses, head.version, head.step)
             return
@@ -300,6 +310,10 @@ class Receiver:
             if dense_helps
             else "See the reasons: a dense version would not help.",
         )
+
+    def _count_resync(self) -> None:
+        self.standing.resyncs += 1
+        self._metrics.resyncs.inc()
 
     def _dense_helps(self, error: DteError, start: int | None) -> bool:
         """Whether a dense version leads on where a resync from `start` (None: one that could not be read) ended in

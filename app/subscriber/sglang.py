@@ -10,13 +10,15 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Literal
 
 from pydantic import ValidationError
 
 from app.subscriber.engine import Engine, HalfWritten
+from app.subscriber.jigsaw import Jigsaw
 from app.subscriber.sglang_server import SglangOptions, SglangServer
+from app.subscriber.units import UnitFiles
 from clients.protocol import ReceiverRegistration
 from clients.rollout.protocol import (
     Description,
@@ -44,7 +46,9 @@ def options_of(registration: ReceiverRegistration) -> SglangOptions:
 
 
 class SglangEngine(Engine):
-    """Owned with `owner` and `fence`, which every update call names."""
+    """Owned with `owner` and `fence`, which every update call names. `files`: the tensors that are converted."""
+
+    converts = True
 
     def __init__(
         self,
@@ -57,8 +61,10 @@ class SglangEngine(Engine):
         options: SglangOptions,
         owner: str,
         fence: int,
+        files: UnitFiles,
     ) -> None:
         super().__init__(run, links, ranks, statuses)
+        self._files = files
         self._server = server
         self._options = options
         self._owner = owner
@@ -71,13 +77,15 @@ class SglangEngine(Engine):
         return self._half_written or super().dirty
 
     @classmethod
-    async def reach(cls, registration: ReceiverRegistration, *, owner: str, fence: int) -> Engine:
+    async def reach(cls, registration: ReceiverRegistration, *, owner: str, fence: int, files: UnitFiles) -> Engine:
         """Ask the server where its ranks are, and attach to them."""
         options = options_of(registration)
         server = SglangServer(registration.url or "", options)
 
         def make(run: str, links: list[ReceiverClient], ranks: list[Description], statuses: list[Status]) -> Engine:
-            return cls(run, links, ranks, statuses, server=server, options=options, owner=owner, fence=fence)
+            return cls(
+                run, links, ranks, statuses, server=server, options=options, owner=owner, fence=fence, files=files
+            )
 
         try:
             announced = await server.discover()
@@ -90,20 +98,41 @@ class SglangEngine(Engine):
         await super().aclose()
         await self._server.aclose()
 
-    async def adopt(self, version: int, step: int, tensors: list[TensorDigest], per_rank: list[dict[str, str]]) -> None:
+    async def adopt(self, version: int, step: int, tensors: list[TensorDigest], per_rank: list[dict[str, str]]) -> bool:
         await super().adopt(version, step, tensors, per_rank)
+        if any(s.version != version for s in self.statuses):
+            # What the converted parameters hold cannot be recognised: all of them are written once.
+            log.info("run %s: every converted tensor is written anew, as of version %d", self._run, version)
+            await self._stage_units(await asyncio.to_thread(self.check_fits, tensors), version, tensors, {})
+            await self._write(version, self._links)
+            await self.refresh()
+            return True
         if await self._server.weight_version() != str(version):
             await self._server.name_version(str(version))
+        return False
+
+    async def _before_write(self, jigsaw: Jigsaw, target: TargetBody) -> None:
+        await self._stage_units(jigsaw, target.version, target.tensors, target.base_digests or {})
+
+    async def _stage_units(
+        self, jigsaw: Jigsaw, version: int, tensors: list[TensorDigest], base: dict[str, str]
+    ) -> None:
+        """Have every rank map and prove the converter units that are not the base's, one after the other."""
+        wanted = jigsaw.units({t.name for t in tensors if base.get(t.name) != t.digest})
+        async with aclosing(self._files.written(version, wanted)) as units:
+            async for unit in units:
+                await self._all(lambda link, unit=unit: link.call("unit", unit, Status))  # type: ignore[misc]
 
     async def resync(self, targets: list[TargetBody]) -> float:
         last = targets[-1]
         jigsaw = await asyncio.to_thread(self.check_fits, last.tensors)
         start = time.perf_counter()
         await self._all(lambda link: link.call("stage", Stage(targets=in_one_frame(targets)), Status))
+        await self._stage_units(jigsaw, last.version, last.tensors, {})
         async with self._paused():
             await self._call("resync", last.version)
             found = await self._all(lambda link: link.audit(list(last.tensors)))
-            self._require(jigsaw.combine([f.digests for f in found]), last)
+            self._require(jigsaw, found, last)
             await self._call("finalize", last.version)
         await self.refresh()
         return (time.perf_counter() - start) * 1e3

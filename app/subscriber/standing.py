@@ -38,6 +38,8 @@ class Standing:
         self.last_error = ""
         self.last_install_ms: dict[str, float] = {}
         self.proof_failed = False
+        self.converted = 0
+        """Tensors that the engine keeps in another form than their bits."""
         self._said_ready = False
 
     @property
@@ -57,6 +59,7 @@ class Standing:
     def info(self) -> ReceiverInfo:
         """The receiver as `GET /receivers` shows it."""
         unproven: Literal["failed", "none"] = "failed" if self.proof_failed else "none"
+        proven: Literal["converted", "proven"] = "converted" if self.converted else "proven"
         return ReceiverInfo(
             name=self.name,
             kind=self._registration.kind,
@@ -67,7 +70,8 @@ class Standing:
             installed=self.installed,
             installed_step=self.installed_step,
             lag=self.lag(),
-            proof="proven" if self.installed is not None else unproven,
+            proof=proven if self.installed is not None else unproven,
+            converted=self.converted,
             resyncs=self.resyncs,
             last_error=self.last_error,
             last_install_ms=self.last_install_ms,

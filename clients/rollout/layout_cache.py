@@ -26,7 +26,7 @@ from engine.records.models import TensorMeta
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 1
+SCHEMA = 2
 MAX_FILE_BYTES = 256 << 20
 
 
@@ -87,6 +87,8 @@ class LayoutCache:
             "not_identity": found.not_identity,
             "absent": sorted(found.absent),
             "unwritten": found.unwritten,
+            "retyped": {n: [p.to_json() for p in ps] for n, ps in found.retyped.items()},
+            "mixed": found.mixed,
         }
         handle, name = tempfile.mkstemp(prefix=".layout-", dir=self._directory)
         try:
@@ -107,21 +109,27 @@ def _parse(body: object, key: LayoutKey) -> Probed:
     if not isinstance(body, dict) or body.get("schema") != SCHEMA or body.get("key") != key.digest():
         raise LayoutError("it was written for something else.")
     known = {t.name: t for t in key.tensors}
-    placements = {}
-    for name, values in _table(body, "placements", list).items():
-        placements[name] = [Placement.from_json(v) for v in values]
-        for p in placements[name]:
-            if known.get(p.tensor.name) != p.tensor:
-                raise LayoutError(f"it places {p.tensor.name!r}, which is no tensor of this model in that form.")
+    places: list[dict[str, list[Placement]]] = [{}, {}]
+    for found, field in zip(places, ("placements", "retyped"), strict=True):
+        for name, values in _table(body, field, list).items():
+            found[name] = [Placement.from_json(v) for v in values]
+            for p in found[name]:
+                if known.get(p.tensor.name) != p.tensor:
+                    raise LayoutError(f"it places {p.tensor.name!r}, which is no tensor of this model in that form.")
+    mixed = _table(body, "mixed", list)
+    if not all(n in known for names in mixed.values() for n in names):
+        raise LayoutError("it mixes tensors that the model has not.")
     absent = body.get("absent")
     if not isinstance(absent, list) or not all(isinstance(n, str) for n in absent):
         raise LayoutError("its list of absent tensors is malformed.")
     return Probed(
-        placements,
+        places[0],
         _table(body, "aliases", str),
         _table(body, "not_identity", str),
         frozenset(absent),
         _table(body, "unwritten", int),
+        places[1],
+        mixed,
     )
 
 

@@ -89,6 +89,20 @@ class LocalTensor(Model):
     blocks: list[BlockJson] | None = None
 
 
+class NamedTensor(Model):
+    names: list[TensorName]
+    shape: tuple[Count, ...]
+    dtype: DType
+
+
+class UnitBody(Model):
+    """A converter unit: tensors that are not kept by their bits, and the parameters they become. The engine's loader
+    must be given all of them at once."""
+
+    tensors: list[NamedTensor]
+    parameters: list[str]
+
+
 class Description(Model):
     """`run` is null where it is left to the owner."""
 
@@ -99,6 +113,7 @@ class Description(Model):
     rank: Count
     ranks: Annotated[int, Field(ge=1)]
     tensors: list[LocalTensor]
+    units: list[UnitBody] = Field(default_factory=list)
 
 
 class Status(Model):

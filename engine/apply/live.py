@@ -158,11 +158,13 @@ class LiveTensor:
 
 
 class LiveSet:
-    """All tensors of one rank. `partial`: tensors of a version may live on other ranks only."""
+    """All tensors of one rank. `partial`: tensors of a version may live on other ranks only. `elsewhere`: tensors of a
+    version that are kept, but not by their bits."""
 
-    def __init__(self, tensors: Iterable[LiveTensor], *, partial: bool = False) -> None:
+    def __init__(self, tensors: Iterable[LiveTensor], *, partial: bool = False, elsewhere: Iterable[str] = ()) -> None:
         self.tensors = tuple(tensors)
         self.partial = partial
+        self._elsewhere = frozenset(elsewhere)
         self._by_name: dict[str, LiveTensor] = {}
         for tensor in self.tensors:
             for name in tensor.names:
@@ -177,7 +179,7 @@ class LiveSet:
         for meta in wanted:
             live = self._by_name.get(meta.name)
             if live is None:
-                if self.partial:
+                if self.partial or meta.name in self._elsewhere:
                     continue
                 raise TensorMismatch(
                     f"the version has a tensor {meta.name!r} that the receiver has not.",

@@ -29,6 +29,7 @@ from engine.probe.tags import (
     Numbering,
     Words,
     can_tag,
+    cast_words,
     dtype_name,
     pattern_words,
     read_digits,
@@ -49,7 +50,9 @@ class Probed:
     `placements`: local parameter → what it holds, in memory order. `aliases`: parameter → another one on the same
     memory, which alone is listed. `not_identity`: canonical tensor → why its bits are not (all) stored as they are.
     `absent`: canonical tensors of which this rank holds nothing. `unwritten`: parameter → its elements that loading
-    leaves alone, or whose value is no tensor's element (padding, derived or transformed weights).
+    leaves alone, or whose value is no tensor's element (padding, derived or transformed weights). Where the tensors
+    that are not identity bits are: `retyped`, parameter → what it holds as PyTorch casts it to the parameter's dtype;
+    `mixed`, parameter → the tensors that its other elements are computed from, or whose place could not be fitted.
     """
 
     placements: dict[str, list[Placement]]
@@ -57,6 +60,8 @@ class Probed:
     not_identity: dict[str, str] = field(default_factory=dict)
     absent: frozenset[str] = frozenset()
     unwritten: dict[str, int] = field(default_factory=dict)
+    retyped: dict[str, list[Placement]] = field(default_factory=dict)
+    mixed: dict[str, list[str]] = field(default_factory=dict)
 
 
 def memory_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -120,6 +125,8 @@ class _Probe:
         self._placements: dict[str, list[Placement]] = {}
         self._odd: dict[str, I64] = {}  # elements that hold something which is no proven copy
         self._unwritten: dict[str, int] = {}
+        self._retyped: dict[str, list[Placement]] = {}
+        self._mixed: dict[str, dict[str, None]] = {}
 
     def run(self) -> Probed:
         aliases = self._aliases()
@@ -135,6 +142,8 @@ class _Probe:
             self._why,
             frozenset(every - placed - self._why.keys()),
             self._unwritten,
+            self._retyped,
+            {n: list(found) for n, found in self._mixed.items()},
         )
 
     def _memory(self) -> dict[str, torch.Tensor]:
@@ -199,25 +208,36 @@ class _Probe:
         local = np.flatnonzero(read)
         owner = np.searchsorted(self._numbering.starts, number[local], side="right") - 1
         placements: list[Placement] = []
+        retyped: list[Placement] = []
         for k in np.unique(owner).tolist():
             meta = self._numbering.tensors[k]
             mine = local[owner == k]
             same = self._same_bits(meta, number[mine], words[mine], proof.dtype)
             odd[mine[~same]] = True
             mine = mine[same]
-            if mine.size:
-                placements += self._fit(meta, mine, number[mine] - self._numbering.starts[k], proof.numel(), name)
+            if not mine.size:
+                continue
+            fitted = self._fit(meta, mine, number[mine] - self._numbering.starts[k], proof.numel(), name)
+            if dtype_name(proof.dtype) == meta.dtype:
+                placements += fitted
+            else:
+                retyped += fitted
+                self._why.setdefault(meta.name, f"{name!r} holds it as {dtype_name(proof.dtype)}")
         self._placements[name] = placements
+        if retyped:
+            self._retyped[name] = retyped
         self._odd[name] = np.flatnonzero(odd)
-        written = sum(b.numel for p in placements for b in p.layout.blocks)
+        written = sum(b.numel for p in (*placements, *retyped) for b in p.layout.blocks)
         if written < proof.numel():
             self._unwritten[name] = proof.numel() - written
 
     @staticmethod
     def _same_bits(meta: TensorMeta, number: I64, words: Words, dtype: torch.dtype) -> Bool:
+        """Which elements hold the pattern's bits, as PyTorch casts them where the dtypes differ."""
+        want = pattern_words(number, meta.dtype, _PROOF_SEED)
         if dtype_name(dtype) != meta.dtype:
-            return np.zeros(number.size, np.bool_)
-        same: Bool = words == pattern_words(number, meta.dtype, _PROOF_SEED)
+            want = cast_words(want, meta.dtype, dtype)
+        same: Bool = words == want
         return same
 
     def _fit(self, meta: TensorMeta, local: I64, canonical: I64, numel: int, name: str) -> list[Placement]:
@@ -225,6 +245,7 @@ class _Probe:
             layouts = fit_layouts(local, canonical, numel, numel_of(meta), max_blocks=self._max_blocks)
         except LayoutError as error:
             self._why[meta.name] = f"in {name!r}: {error.message}"
+            self._mixed.setdefault(name, {})[meta.name] = None
             return []
         return [Placement(meta, layout) for layout in layouts]
 
@@ -245,6 +266,7 @@ class _Probe:
                 meta = self._numbering.tensors[k]
                 why = f"{name!r} holds it as {types[name]}" if types[name] != meta.dtype else f"{name!r} transforms it"
                 self._why.setdefault(meta.name, why)
+                self._mixed.setdefault(name, {})[meta.name] = None
 
     def _values(self, odd: Mapping[str, I64], altered: frozenset[int]) -> dict[str, Words]:
         memory = self._pass(lambda k: self._numbering.pattern(k, 3 if k in altered else 2))

@@ -88,6 +88,12 @@ def pattern_words(numbers: I64, dtype: str, seed: int) -> Words:
     return words
 
 
+def cast_words(words: Words, dtype: str, to: torch.dtype) -> Words:
+    """The bits of elements of `dtype` after PyTorch has cast them `to` another."""
+    values = torch.from_numpy(words.view(np.uint8).copy()).view(_TORCH[dtype])
+    return read_words(values.to(to))
+
+
 def read_digits(memory: torch.Tensor) -> U8:
     """What a digit pass left in flat `memory`: digit + 1, or 0 where it is no digit (not written, or another value)."""
     memory = memory.detach().cpu()  # first: a conversion on a device would need room for the wide copy there

@@ -81,7 +81,7 @@ def body_with(**changes: Any) -> Any:
         lambda body: "[]",
         lambda body: json.dumps(body)[:-20],
         lambda body: json.dumps({k: v for k, v in body.items() if k != "absent"}),
-        body_with(schema=2),
+        body_with(schema=1),
         body_with(key="0" * 64),
         body_with(placements={"p": [["a", [4, 6], "bfloat16", 12, [[[13], 0, [1], 0, [1]]]]]}),
         body_with(placements={"p": [["a", [4, 6], "bfloat16", 12, [[[12], 0, [1], 20, [1]]]]]}),

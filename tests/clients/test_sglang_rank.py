@@ -16,6 +16,8 @@ from clients.rollout import protocol as p
 from clients.rollout.core import ReceiverCore
 from clients.rollout.server import ReceiverServer
 from clients.rollout.sglang.call import EngineAnswer, EngineCall, Hold, Stage, answer_text, parse_answer, parse_call
+from clients.rollout.sglang.converter import Converter
+from clients.rollout.sglang.layouts import Found
 from clients.rollout.sglang.rank import PauseWatch, SglangRank
 from clients.rollout.sglang.weights import EngineWeights
 from engine.apply import Target
@@ -97,6 +99,7 @@ class Owned:
     """A server whose owner is always the one that asks."""
 
     owner = ("d", 1)
+    owned = False
 
     def owned_by(self, owner: str, fence: int) -> bool:
         return (owner, fence) == self.owner
@@ -114,6 +117,7 @@ class Rig:
         self.weights = EngineWeights(self.model, placed)
         self.rank = SglangRank(
             self.weights,
+            Converter([], Found(placed, {}), dict, lambda named, parameters: None),
             self.host,
             lambda core, serves: cast(ReceiverServer, Owned()),
             name="x",

@@ -120,6 +120,22 @@ def test_shards_add_up_and_copies_agree() -> None:
     assert total & MASK == LaneView(state).digest(key, identity(state.size))
 
 
+@pytest.mark.parametrize("pretended", [False, True])
+def test_a_part_of_a_larger_tensor(pretended: bool) -> None:
+    """Stacked parameters: the view begins in the middle of a storage, and the layout has strides."""
+    memory = np.random.default_rng(0).integers(0, 1 << 16, 1000).astype(np.uint16)
+    stacked = torch.from_numpy(memory.view(np.int16)).view(torch.bfloat16)
+    columns = Layout((Block((20, 30), 0, (30, 1), 5, (70, 1)),), 600, 1500)
+    key = DigestKey.for_tensor("q")
+    with pretending():
+        part = (PretendTensor(stacked) if pretended else stacked).narrow(0, 301, 600)
+        lanes, host = DeviceLanes(part), LaneView(memory[301:901])
+        assert lanes.digest(key, columns) == host.digest(key, columns)
+        assert np.array_equal(lanes.gather(np.arange(600)), memory[301:901])
+        lanes.write_run(0, np.zeros(600, np.uint16))
+    assert np.flatnonzero(memory == 0).tolist() == list(range(301, 901))
+
+
 @pytest.mark.parametrize("kind", DEVICE_KINDS)
 def test_memory_without_lanes(kind: str) -> None:
     with views(kind) as view:

@@ -7,12 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from app.subscriber.sglang import SglangEngine
+from app.subscriber.targets import Targets
+from app.subscriber.units import UnitFiles
 from clients.protocol import ReceiverRegistration
 from clients.rollout.protocol import ReceiverError, TargetBody
 from engine.apply import Target
@@ -137,7 +139,8 @@ class Driver:
 
     async def reach(self) -> SglangEngine:
         self.fence = max(self.fence + 1, time.time_ns() // 1_000_000)
-        engine = await SglangEngine.reach(self.registration, owner="driver", fence=self.fence)
+        nothing = UnitFiles(cast(Targets, None), self.folder, max_bytes=0)  # this server converts no tensors
+        engine = await SglangEngine.reach(self.registration, owner="driver", fence=self.fence, files=nothing)
         assert isinstance(engine, SglangEngine)
         return engine
 

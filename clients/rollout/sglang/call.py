@@ -14,9 +14,9 @@ from typing import Literal
 from pydantic import Field, ValidationError
 
 from clients.protocol import Model
-from clients.rollout.protocol import ErrorBody, OwnerId, TargetBody
+from clients.rollout.protocol import AbsolutePath, ErrorBody, OwnerId, TargetBody
 from engine.errors import CodecError
-from engine.records.models import Count, RunId
+from engine.records.models import Count, RunId, TensorDigest
 
 KEY = "dte"
 PLUGIN_PROTOCOL = 1
@@ -44,6 +44,21 @@ class Stage(Model):
     """Socket operation `stage`: targets of the `resync` call that follows."""
 
     targets: list[TargetBody] = Field(min_length=1, max_length=10000)
+
+
+class UnitTensor(TensorDigest):
+    """`offset`: of its first byte in the file; its lanes follow one another."""
+
+    offset: Count
+
+
+class StageUnit(Model):
+    """Socket operation `unit`: the tensors of one converter unit at `version`, for the call that follows. The file may
+    be gone once this is answered."""
+
+    version: Count
+    path: AbsolutePath
+    tensors: list[UnitTensor] = Field(min_length=1)
 
 
 class Hold(Model):

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from clients.rollout.layout_cache import LayoutCache, LayoutKey
+from clients.rollout.sglang.weights import dtype_name
 from engine.errors import InvalidInput
 from engine.layout.placement import Placement
 from engine.models import has_table, layouts_for
@@ -28,8 +30,23 @@ log = logging.getLogger(__name__)
 CACHE_DIR = "DTE_SGLANG_CACHE_DIR"
 PROBE = "DTE_SGLANG_PROBE"
 """Set to 1, layouts are probed even where there is a table."""
+PUBLISHED = "DTE_SGLANG_PUBLISHED_DTYPE"
+"""The dtype of what the trainer publishes, where that is not the checkpoint's."""
 MAX_HEADER_BYTES = 100 << 20
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+_HALF = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What this rank's parameters hold. `placements`: parameter → placements of canonical tensors, in the dtype they
+    are published in, which need not be the parameter's. `mixed`: parameter → further tensors, of which only that is
+    known."""
+
+    placements: Mapping[str, Sequence[Placement]]
+    mixed: Mapping[str, Sequence[TensorMeta]]
 
 
 def checkpoint_tensors(folder: Path) -> list[TensorMeta]:
@@ -61,12 +78,18 @@ def cache_dir() -> Path:
 
 
 def find_layouts(
-    model: nn.Module, config: Mapping[str, Any], path: str, ranks: Sequence[int], flags: Mapping[str, Any]
-) -> Mapping[str, Sequence[Placement]]:
-    """Parameter → placements on this rank.
+    model: nn.Module,
+    config: Mapping[str, Any],
+    path: str,
+    ranks: Sequence[int],
+    flags: Mapping[str, Any],
+    *,
+    trained_in: str | None = None,
+) -> Found:
+    """What this rank's parameters hold.
 
     `ranks`: tensor-parallel rank and size, expert-parallel rank and size. `flags`: what else a probed layout depends
-    on. InvalidInput if a tensor is stored otherwise than by its bits.
+    on. `trained_in`: the dtype that the checkpoint's own configuration names. InvalidInput if it cannot be found out.
     """
     if has_table(config) and os.environ.get(PROBE) != "1":
         try:
@@ -76,7 +99,7 @@ def find_layouts(
         else:
             odd = _misfit(model, table) or _other_shape(table, Path(path))
             if odd is None:
-                return table
+                return Found(_published(model, table, Path(path), trained_in), {})
             log.info("the engine keeps %r otherwise than its table says: probing", odd)
     tensors = checkpoint_tensors(Path(path))
     shape = dict(zip(("tp_rank", "tp_size", "ep_rank", "ep_size"), ranks, strict=True))
@@ -90,12 +113,36 @@ def find_layouts(
             cache.put(key, found)
         except OSError as error:
             log.warning("probed layouts are not kept: %s", error)
-    if found.not_identity:
-        name, why = next(iter(found.not_identity.items()))
-        raise InvalidInput(
-            f"the engine does not keep the bits of {name!r} and {len(found.not_identity) - 1} more: {why}"
-        )
-    return found.placements
+    placed = {n: [*ps, *found.retyped.get(n, ())] for n, ps in found.placements.items()}
+    held = {p.tensor.name for ps in placed.values() for p in ps}.union(*found.mixed.values())
+    lost = [n for n in found.not_identity if n not in held]
+    if lost:
+        why = found.not_identity[lost[0]]
+        raise InvalidInput(f"where the engine keeps {lost[0]!r} and {len(lost) - 1} more is not known: {why}.")
+    metas = {t.name: t for t in tensors}
+    return Found(placed, {n: [metas[t] for t in names] for n, names in found.mixed.items()})
+
+
+def _published(
+    model: nn.Module, table: Mapping[str, Sequence[Placement]], folder: Path, trained_in: str | None
+) -> Mapping[str, Sequence[Placement]]:
+    """The table with the dtypes in which tensors are published: the checkpoint's if it has 16 bits, else the engine's
+    (a trainer that keeps FP32 masters publishes what is served)."""
+    forced = os.environ.get(PUBLISHED)
+    if forced is not None and forced not in _DTYPES.values():
+        raise InvalidInput(f"{PUBLISHED} is {forced!r}, not one of {', '.join(_DTYPES.values())}.")
+    files = folder.is_dir() and any(folder.glob("*.safetensors"))
+    stored = {t.name: t.dtype for t in checkpoint_tensors(folder)} if files else {}
+    live = {name: dtype_name(tensor.dtype) for name, tensor in model.named_parameters()}
+
+    def one(name: str, placement: Placement) -> Placement:
+        meta = placement.tensor
+        dtype = forced or stored.get(meta.name, trained_in)
+        if dtype not in _HALF and dtype != forced:
+            dtype = live[name]
+        return Placement(meta.model_copy(update={"dtype": dtype}), placement.layout)
+
+    return {name: [one(name, p) for p in placed] for name, placed in table.items()}
 
 
 def _misfit(model: nn.Module, table: Mapping[str, Sequence[Placement]]) -> str | None:

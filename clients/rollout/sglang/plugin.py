@@ -26,9 +26,12 @@ from clients.rollout.sglang.call import (
     answer_text,
     parse_call,
 )
+from clients.rollout.sglang.converter import Converter
 from clients.rollout.sglang.layouts import find_layouts
+from clients.rollout.sglang.loader import EngineLoader
 from clients.rollout.sglang.rank import SglangRank, share
-from clients.rollout.sglang.weights import EngineWeights, dtype_name
+from clients.rollout.sglang.units import units_of
+from clients.rollout.sglang.weights import EngineWeights, dtype_name, parameters_of
 from engine.errors import DteError, StateConflict
 
 log = logging.getLogger(__name__)
@@ -165,18 +168,36 @@ class Plugin:
         place = (rank, ranks, int(parallel.moe_ep_rank), int(parallel.moe_ep_size))
         args = scheduler.server_args
         flags = {"sglang": importlib.metadata.version("sglang"), "moe": str(getattr(args, "moe_runner_backend", ""))}
-        layouts = find_layouts(host.model, config, args.model_path, place, flags)
+        trained_in = getattr(model.hf_text_config, "dtype", None)
+        found = find_layouts(
+            host.model,
+            config,
+            args.model_path,
+            place,
+            flags,
+            trained_in=None if trained_in is None else str(trained_in).removeprefix("torch."),
+        )
         tied = bool(config.get("tie_word_embeddings"))
+        aliases = {"model.embed_tokens.weight": ["lm_head.weight"]} if tied else {}
+        loader = EngineLoader(lambda: host.model)
+        dtypes = {name: dtype_name(tensor.dtype) for name, tensor in parameters_of(host.model).items()}
+        units = units_of(found, dtypes, loader.steps())
+        converter = Converter(units, found, lambda: parameters_of(host.model), loader.load, aliases=aliases)
         weights = EngineWeights(
             host.model,
-            layouts,
-            aliases={"model.embed_tokens.weight": ["lm_head.weight"]} if tied else None,
+            found.placements,
+            aliases=aliases,
             partial=ranks > 1,
+            converted={name for unit in units for name in unit.parameters},
+            elsewhere=converter.names,
         )
+        if units:
+            log.info("%d tensors are converted, in %d units", sum(len(u.tensors) for u in units), len(units))
         port = scheduler.server_args.port
         path = socket_dir() / f"sgl-{port}-{os.getpid()}.sock"
         self._rank = SglangRank(
             weights,
+            converter,
             host,
             lambda core, serves: ReceiverServer(core, path, serves),
             name=f"sglang-{port}",

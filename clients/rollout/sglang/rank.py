@@ -18,7 +18,9 @@ import torch.distributed as dist
 from clients.rollout import protocol as p
 from clients.rollout.core import Operations, ReceiverCore, error_body, operations
 from clients.rollout.server import ReceiverServer
-from clients.rollout.sglang.call import EngineAnswer, EngineCall, Hold, Stage
+from clients.rollout.sglang.call import EngineAnswer, EngineCall, Hold, Stage, StageUnit
+from clients.rollout.sglang.converter import Converter
+from clients.rollout.sglang.core import EngineCore
 from clients.rollout.sglang.weights import EngineWeights
 from engine.apply import Phase
 from engine.errors import DteError, StateConflict
@@ -46,20 +48,6 @@ class Host(Protocol):
 
     def go_on(self) -> None:
         """Ask the server to continue generation. Called from a thread of ours."""
-
-
-class EngineCore(ReceiverCore):
-    """The receiver core of one scheduler rank; tells when its owner comes and goes."""
-
-    on_owner: Callable[[bool], None] = staticmethod(lambda present: None)
-
-    def owner_present(self) -> None:
-        super().owner_present()
-        self.on_owner(True)
-
-    def owner_lost(self) -> None:
-        super().owner_lost()
-        self.on_owner(False)
 
 
 class PauseWatch:
@@ -119,6 +107,7 @@ class SglangRank:
     def __init__(
         self,
         weights: EngineWeights,
+        converter: Converter,
         host: Host,
         server_of: Callable[[ReceiverCore, Operations], ReceiverServer],
         *,
@@ -132,18 +121,33 @@ class SglangRank:
         self._ranks = ranks
         self._group = group
         self._staged: list[p.TargetBody] = []
+        self._converter = converter
         self.core = EngineCore(
-            weights, name=name, run=None, rank=rank, ranks=ranks, owner_grace_s=OWNER_GRACE_S, finalize_timeout_s=86400
+            weights,
+            converter,
+            name=name,
+            run=None,
+            rank=rank,
+            ranks=ranks,
+            owner_grace_s=OWNER_GRACE_S,
+            finalize_timeout_s=86400,
         )
         self._watch = PauseWatch(
-            host.go_on if rank == 0 else lambda: None, lambda: not self.core.phase.dirty, grace_s=OWNER_GRACE_S
+            host.go_on if rank == 0 else lambda: None, lambda: not self.core.dirty, grace_s=OWNER_GRACE_S
         )
-        self.core.on_owner = self._watch.owner
+        self.core.on_owner = self._owner
         self.server = server_of(self.core, self._operations())
 
     def close(self) -> None:
         self._watch.close()
         self.server.close()
+
+    def _owner(self, present: bool) -> None:
+        self._watch.owner(present)
+        if not present:
+            with self.core.exclusively():
+                if not self.server.owned:
+                    self._converter.drop()  # and with it files that are gone but for our mapping
 
     # --- on the socket ----------------------------------------------------------------------------------------------
 
@@ -152,11 +156,18 @@ class SglangRank:
         serves = operations(self.core)
         for op in ("commit", "finalize", "rollback", "resync"):
             del serves[op]
-        return {**serves, "stage": (Stage, self._stage, True), "hold": (Hold, self._hold, True)}
+        return {
+            **serves,
+            "stage": (Stage, self._stage, True),
+            "unit": (StageUnit, self.core.stage_unit, True),
+            "hold": (Hold, self._hold, True),
+        }
 
     def _stage(self, body: Stage) -> p.Status:
+        last = body.targets[-1]
         with self.core.exclusively():
             self._staged = list(body.targets)
+            self._converter.aim(last.version, last.tensors, None)
         return self.core.status()
 
     def _hold(self, body: Hold) -> p.Status:
@@ -198,6 +209,7 @@ class SglangRank:
             raise StateConflict(f"the engine follows run {self.core.run!r}, not {call.run!r}.")
 
     def _commit(self, call: EngineCall) -> p.ErrorBody | None:
+        self.core.status()  # a look at what others did meanwhile
         at_it = self.core.version == call.version and not self.core.phase.dirty
 
         def ready() -> None:
@@ -210,13 +222,15 @@ class SglangRank:
         def write() -> None:
             if not at_it:
                 self.core.commit(p.Commit(version=call.version, wait_s=0))
+            self._converter.convert(call.version)
 
         error = self._together(ready) or self._together(write) or self._together(lambda: self._settle(call))
         if error is not None:
-            failed = self._together(lambda: None if at_it else self._undo())
+            failed = self._together(self._undo)
             return error if failed is None else failed.model_copy(update={"code": "half-written"})
 
         def done() -> None:
+            self._converter.finalize(call.version)
             if not at_it:
                 self.core.finalize(p.Finalize(version=call.version))
             self._host.set_version(str(call.version))
@@ -228,10 +242,13 @@ class SglangRank:
         self._host.flush(call.keep_cache)
 
     def _undo(self) -> None:
+        written = self._converter.dirty or self.core.phase in (Phase.WRITING, Phase.WRITTEN)
+        self._converter.rollback()
         if self.core.phase is Phase.PREPARED:
             self.core.abort()
         elif self.core.phase in (Phase.WRITING, Phase.WRITTEN):
             self.core.rollback()
+        if written:
             self._host.refresh_derived()
 
     def _rollback(self, call: EngineCall) -> p.ErrorBody | None:
@@ -243,11 +260,13 @@ class SglangRank:
             if not staged or staged[-1].version != call.version:
                 raise StateConflict(f"version {call.version} is not staged.", remedy="Stage its targets first.")
             self.core.resync(p.Resync(targets=staged, wait_s=0))
+            self._converter.convert(call.version, undo=False)
 
         return self._together(write)
 
     def _finalize(self, call: EngineCall) -> p.ErrorBody | None:
         def done() -> None:
+            self._converter.finalize(call.version)
             self.core.finalize(p.Finalize(version=call.version))
             self._host.set_version(str(call.version))
 

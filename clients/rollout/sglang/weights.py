@@ -6,7 +6,7 @@ the engine's own update calls write is counted in `touched`, since nothing in th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -40,7 +40,9 @@ def _window(layout: Layout) -> tuple[int, Layout]:
 
 
 class EngineWeights:
-    """`placements`: what each parameter holds. `aliases`: further names a version may use for a canonical tensor."""
+    """`placements`: what each parameter holds. `aliases`: further names a version may use for a canonical tensor.
+    `converted`: parameters that hold no canonical tensor's bits; `elsewhere`: the names of the tensors they come from.
+    """
 
     def __init__(
         self,
@@ -49,11 +51,15 @@ class EngineWeights:
         *,
         aliases: Mapping[str, Sequence[str]] | None = None,
         partial: bool = False,
+        converted: Collection[str] = (),
+        elsewhere: Collection[str] = (),
     ) -> None:
         self._model = model
         self._placements = {name: tuple(found) for name, found in placements.items()}
         self._aliases = {name: tuple(more) for name, more in (aliases or {}).items()}
         self._partial = partial
+        self._converted = frozenset(converted)
+        self._elsewhere = frozenset(elsewhere)
         self._touched = 0
         self.away = False
 
@@ -81,6 +87,8 @@ class EngineWeights:
             raise InvalidInput(f"only {side} has a parameter {other!r}.")
         copies: dict[str, list[tuple[Placement, LiveCopy]]] = {}
         for name, placed in self._placements.items():
+            if name in self._converted:
+                continue
             flat = self._flat(name, found[name])
             for placement in placed:
                 first, layout = _window(placement.layout)
@@ -97,7 +105,7 @@ class EngineWeights:
             )
             for name, placed in copies.items()
         ]
-        return LiveSet(tensors, partial=self._partial)
+        return LiveSet(tensors, partial=self._partial, elsewhere=self._elsewhere)
 
     def _flat(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The parameter's elements in memory order, where they lie, not a copy."""

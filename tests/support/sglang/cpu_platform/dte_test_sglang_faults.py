@@ -43,6 +43,13 @@ def _scatter(original: Callable[..., Any], view: Any, index: Any, values: Any) -
     return original(view, index, values)
 
 
+def _load(original: Callable[..., Any], loader: Any, named: Any, parameters: Any) -> Any:
+    if _asked("load"):
+        original(loader, list(named)[:1], parameters)
+        raise RuntimeError("asked to fail in the middle of a unit")
+    return original(loader, named, parameters)
+
+
 def register() -> None:
     """Entry point `sglang.srt.plugins`."""
     if "DTE_TEST_FAULTS" not in os.environ or "sglang.srt.managers.scheduler" not in sys.modules:
@@ -52,3 +59,4 @@ def register() -> None:
     HookRegistry.register("clients.rollout.core.ReceiverCore.commit", _commit, HookType.AROUND)
     HookRegistry.register("clients.rollout.core.ReceiverCore.rollback", _rollback, HookType.AROUND)
     HookRegistry.register("engine.apply.lanes.LaneView.scatter", _scatter, HookType.AROUND)
+    HookRegistry.register("clients.rollout.sglang.loader.EngineLoader.load", _load, HookType.AROUND)
