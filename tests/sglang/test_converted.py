@@ -35,6 +35,8 @@ def begin(start: Start, model: Path, dtype: str, tp: int = 1, mode: str = "") ->
 def test_versions_arrive_as_a_server_loads_them(
     tmp_path: Path, start: Start, worlds: Worlds, family: str, dtype: str, tp: int, mode: str
 ) -> None:
+    # SGLang's plain PyTorch experts cannot compute with experts on other ranks; their weights can be compared.
+    computes = "experts" not in mode
     base = make(family, tmp_path)
     follower = begin(start, base, dtype, tp, mode)
     try:
@@ -46,21 +48,25 @@ def test_versions_arrive_as_a_server_loads_them(
         assert (found["proof"], found["resyncs"], found["ranks"]) == ("converted", 1, tp)
         assert found["converted"] == len(world.publisher.metas)
         assert follower.checksums() == loaded
-        before = follower.generate()
+        before = follower.generate() if computes else {}
         for _ in range(3):
             version = world.step().version
         found = world.wait_version(version)
         assert (found["resyncs"], found["proof"]) == (1, "converted")
-        after, sums = follower.generate(), follower.checksums()
-        assert after["output_ids"] != before["output_ids"]
-        assert after["meta_info"]["weight_version"] == str(version)
+        after, sums = follower.generate() if computes else {}, follower.checksums()
+        assert sums != loaded
+        assert follower.weight_version == str(version)
+        if computes:
+            assert after["output_ids"] != before["output_ids"]
+            assert after["meta_info"]["weight_version"] == str(version)
         assert list((world.folder / "daemon" / "units" / "actor").iterdir()) == []
     finally:
         follower.end()
     fresh = begin(start, write(base, world.state, tmp_path / "trained"), dtype, tp, mode)
     try:
         assert fresh.checksums() == sums
-        assert fresh.generate()["output_ids"] == after["output_ids"]
+        if computes:
+            assert fresh.generate()["output_ids"] == after["output_ids"]
     finally:
         fresh.end()
 
