@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from app.demo import guard
 from engine.errors import DteError
 
 _TAIL_BYTES = 2000
@@ -45,12 +48,15 @@ class Children:
         self._stop_timeout_s = stop_timeout_s
         self._children: list[Child] = []
 
-    def start(self, name: str, command: Sequence[str], env: dict[str, str]) -> Child:
+    def start(self, name: str, command: Sequence[str], env: dict[str, str], *, guarded: bool = False) -> Child:
         """Start a process with its output in `<log_dir>/<name>.log`.
 
         It gets its own session, so that Ctrl-C on the terminal reaches only the demo itself, which then ends everything
-        in order. Its standard input is a pipe that closes when this process dies, however it dies.
+        in order. Its standard input is a pipe that closes when this process dies, however it dies. A command that does
+        not watch it is to be `guarded`: the child is then a process that watches it for the command.
         """
+        if guarded:
+            command = [sys.executable, "-I", guard.__file__, *command]
         log = self._log_dir / f"{name}.log"
         with log.open("wb") as out:
             process = subprocess.Popen(
@@ -119,8 +125,12 @@ def _tail(log: Path) -> str:
 
 
 def free_port() -> int:
-    """A loopback TCP port that was free a moment ago."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
+    """A loopback TCP port that was free a moment ago.
+
+    It lies below those the system gives out by itself: an engine takes a minute until it binds it.
+    """
+    while True:
+        port = random.randrange(12000, 30000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port

@@ -140,7 +140,7 @@ class SglangRollouts:
         from app.demo.grpo import GrpoSettings
 
         line = command(self._python, model, port, requests=GrpoSettings().batch, seed=self._seed)
-        return self._stage.children.start(name, line, environment(self._stage.workdir))
+        return self._stage.children.start(name, line, environment(self._stage.workdir), guarded=True)
 
     def _wait(self, server: SglangServer, child: Child, what: str, note: Note) -> None:
         started = time.monotonic()

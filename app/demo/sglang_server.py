@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 
 import httpx
 
-from app.demo import guard
 from app.demo.link import ReceiverFailed
 from clients.http import client_settings
 from engine.errors import DteError
@@ -68,9 +66,8 @@ def find_python(named: Path | None) -> Path:
 
 
 def command(python: Path, model: Path, port: int, *, requests: int, seed: int) -> list[str]:
-    """How a server on this machine's CPU is started; it ends with this process. `requests`: so many run at once."""
+    """How a server on this machine's CPU is started. `requests`: so many run at once."""
     return [
-        sys.executable, "-I", guard.__file__,
         str(python), "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu",
         "--host", "127.0.0.1", "--port", str(port), "--random-seed", str(seed),
         "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none",

@@ -19,6 +19,7 @@ import httpx
 from app.demo.processes import Children, free_port
 
 START_TIMEOUT_S = 120.0
+_TRAINER_ROLES = "store,coordinator,publisher"
 _ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -46,13 +47,14 @@ class Stage:
 
     def start_daemons(self) -> None:
         """Start both daemons and wait until they answer."""
-        self.start_trainer_daemon()
-        self._serve("rollout", "subscriber", f"{self.trainer_url}/store")
+        self._serve("trainer", _TRAINER_ROLES, None, guarded=True)
+        self._wait_up("trainer")
+        self._serve("rollout", "subscriber", f"{self.trainer_url}/store", guarded=True)
         self._wait_up("rollout")
 
     def start_trainer_daemon(self) -> int:
-        """Start the trainer's daemon, wait until it answers, and return its process id."""
-        pid = self._serve("trainer", "store,coordinator,publisher", None)
+        """Start only the trainer's daemon, wait until it answers, and return its process id."""
+        pid = self._serve("trainer", _TRAINER_ROLES, None, guarded=False)
         self._wait_up("trainer")
         return pid
 
@@ -60,12 +62,12 @@ class Stage:
         """ChildFailed if a process has ended."""
         self.children.check()
 
-    def _serve(self, name: str, roles: str, store: str | None) -> int:
+    def _serve(self, name: str, roles: str, store: str | None, *, guarded: bool) -> int:
         command = [sys.executable, "-m", "app.cli", "serve", "--host", "127.0.0.1", "--port", str(self._ports[name])]
         command += ["--roles", roles, "--data-dir", str(self.workdir / name), "--run", self.run]
         if store is not None:
             command += ["--store", store]
-        return self.children.start(f"{name}-daemon", command, environment()).process.pid
+        return self.children.start(f"{name}-daemon", command, environment(), guarded=guarded).process.pid
 
     def _wait_up(self, name: str) -> None:
         url = f"http://127.0.0.1:{self._ports[name]}/healthz"

@@ -139,7 +139,7 @@ class ReceiverCore:
                             "names": list(live.names),
                             "shape": live.shape,
                             "dtype": live.dtype,
-                            "held": live.held,
+                            "held": layout.src_numel,
                             "blocks": None if plain else [b.to_json() for b in layout.blocks],
                         }
                     )

@@ -80,7 +80,7 @@ class Empty(Model):
 
 class LocalTensor(Model):
     """A tensor of this rank: the names a version may use for it, its canonical shape and dtype, and which canonical
-    lanes are here: `blocks` maps the `held` local lanes to them (null: all, in order)."""
+    lanes are here: `blocks` maps the `held` local lanes, or all but padding, to them (null: all, in order)."""
 
     names: list[TensorName]
     shape: tuple[Count, ...]

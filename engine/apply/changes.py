@@ -119,7 +119,7 @@ class Collector:
             canonical, local, old, new, here = _differing(first, piece)
             pile.dense_lanes += here
         for lanes, copy in zip(pile.local, live.copies, strict=True):
-            lanes.append(_narrow(local if copy is first else copy.locator.locate(canonical)[1], live.held))
+            lanes.append(_narrow(local if copy is first else copy.locator.locate(canonical)[1], copy.lanes.lanes))
         pile.old.append(old)
         pile.new.append(new)
         pile.delta += delta_digest(DigestKey.for_tensor(piece.tensor), canonical, old, new)

@@ -72,7 +72,10 @@ class Locator:
 
 @dataclass(frozen=True)
 class LiveCopy:
-    """One place where (a part of) a canonical tensor lives. `layout`: local lane → canonical lane."""
+    """One place where (a part of) a canonical tensor lives.
+
+    `layout`: local lane → canonical lane. It may leave out lanes of `lanes`, such as padding: those are never touched.
+    """
 
     lanes: Lanes
     layout: Layout
@@ -82,6 +85,11 @@ class LiveCopy:
         if self.layout.src_numel != self.lanes.lanes:
             raise LayoutError(f"layout covers {self.layout.src_numel} lanes, the memory has {self.lanes.lanes}.")
         object.__setattr__(self, "locator", Locator(self.layout))
+
+    @property
+    def held(self) -> int:
+        """Canonical lanes in this copy."""
+        return sum(block.numel for block in self.layout.blocks)
 
     def window(self, start: int, count: int) -> tuple[int, int, int] | None:
         """Where canonical lanes [start, start + count) lie here if this copy is one run of them, else None.
@@ -93,7 +101,7 @@ class LiveCopy:
             return None
         lo = min(max(shift - start, 0), count)
         hi = max(min(shift + self.lanes.lanes - start, count), lo)
-        return lo, hi, start + lo - shift
+        return lo, hi, start + lo - shift if lo < hi else 0
 
     def digest(self, key: DigestKey) -> int:
         """Digest of what is in memory now: one full pass."""
@@ -117,7 +125,7 @@ class LiveTensor:
         if not self.names or not self.copies:
             raise LayoutError("a live tensor needs a name and a copy.")
         for copy in self.copies:
-            if copy.layout.dst_numel != self.lanes or copy.layout.src_numel != self.held:
+            if copy.layout.dst_numel != self.lanes or copy.held != self.held:
                 raise LayoutError(
                     f"the copies of {self.names[0]!r} do not hold the same {self.held} of {self.lanes} lanes."
                 )
@@ -130,7 +138,7 @@ class LiveTensor:
     @property
     def held(self) -> int:
         """Canonical lanes this rank holds."""
-        return self.copies[0].layout.src_numel
+        return self.copies[0].held
 
     @property
     def whole(self) -> bool:

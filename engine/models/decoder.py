@@ -19,6 +19,8 @@ from engine.records.models import ITEMSIZE, TensorMeta
 
 ParameterLayouts = dict[str, list[Placement]]
 ExpertNames = Literal["separate", "stacked"]
+_EXPERT_COUNTS = ("num_experts", "num_local_experts")
+"""One number under either name, depending on who wrote the configuration."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,8 @@ class Family:
     """What tells one architecture from another.
 
     `qkv_bias`, `o_bias`: True, False, or the configuration key that decides. `block`: the MoE block's name in a layer,
-    None for dense models; `experts_key`, `expert_width_key`: configuration keys of the number of experts and of their
-    inner size; `gate`, `up`, `down`: a single expert's projections in the checkpoint.
+    None for dense models; `expert_width_key`: configuration key of the experts' inner size; `gate`, `up`, `down`: a
+    single expert's projections in the checkpoint.
     """
 
     qkv_bias: bool | str = False
@@ -35,7 +37,6 @@ class Family:
     qk_norm: bool = False
     refuse: tuple[str, ...] = ()
     block: str | None = None
-    experts_key: str = ""
     expert_width_key: str = ""
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -50,11 +51,10 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen3ForCausalLM": Family(qkv_bias="attention_bias", o_bias="attention_bias", qk_norm=True),
     "Qwen3MoeForCausalLM": Family(
         qkv_bias="attention_bias", o_bias="attention_bias", qk_norm=True,
-        refuse=("mlp_only_layers",), block="mlp", experts_key="num_experts", expert_width_key="moe_intermediate_size",
+        refuse=("mlp_only_layers",), block="mlp", expert_width_key="moe_intermediate_size",
     ),
     "MixtralForCausalLM": Family(
-        block="block_sparse_moe", experts_key="num_local_experts", expert_width_key="intermediate_size",
-        gate="w1", up="w3", down="w2",
+        block="block_sparse_moe", expert_width_key="intermediate_size", gate="w1", up="w3", down="w2",
     ),
 }  # fmt: skip
 
@@ -128,7 +128,7 @@ class Decoder:
 
     def _experts(self, at: str) -> None:
         f, hidden = self._family, self._hidden
-        count, width = self._int(f.experts_key), self._int(f.expert_width_key)
+        count, width = self._int(*_EXPERT_COUNTS), self._int(f.expert_width_key)
         self._whole(f"{at}.gate.weight", (count, hidden))
         first, stop = self._shares.experts(count)
         lo, hi = self._shares.expert_split(width, "columns of an expert")
@@ -194,8 +194,9 @@ class Decoder:
     def _flag(self, which: bool | str) -> bool:
         return bool(self._config.get(which, False)) if isinstance(which, str) else which
 
-    def _int(self, key: str) -> int:
-        value = self._config.get(key)
+    def _int(self, key: str, *others: str) -> int:
+        """The value of `key`, or of the first of `others` that the configuration has instead."""
+        value = next((self._config[k] for k in (key, *others) if k in self._config), None)
         if type(value) is not int or value < 1:
             raise InvalidInput(f"the model's configuration has no usable {key!r}.", remedy="Probe the engine's loader.")
         return value

@@ -20,7 +20,6 @@ import httpx
 import pytest
 import torch
 
-from app.demo import guard
 from app.demo.checkpoint import WEIGHTS, write_checkpoint
 from app.demo.compare import compare
 from app.demo.grpo import GenerateRequest
@@ -248,7 +247,7 @@ def test_a_server_gets_neither_our_python_nor_other_daemons_variables(tmp_path: 
     assert set(ours) == {"DTE_SGLANG_SOCKET_DIR", "DTE_SGLANG_CACHE_DIR"}
     assert all(Path(v).is_relative_to(tmp_path) for v in ours.values())
     line = command(Path("/x/python"), Path("/m"), 5, requests=16, seed=3)
-    assert line[:4] == [sys.executable, "-I", guard.__file__, "/x/python"]
+    assert line[:3] == ["/x/python", "-m", "sglang.launch_server"]
 
 
 SERVER = (
@@ -272,9 +271,9 @@ def gone(pid: int) -> bool:
 @pytest.mark.parametrize("how", ["orphaned", "ends by itself"])
 def test_a_guarded_server_leaves_nothing(tmp_path: Path, how: str) -> None:
     lasts = "1000" if how == "orphaned" else "0"
-    line = [sys.executable, "-I", guard.__file__, sys.executable, "-c", SERVER, lasts]
+    line = [sys.executable, "-c", SERVER, lasts]
     with Children(tmp_path) as children:
-        child = children.start("server", line, dict(os.environ))
+        child = children.start("server", line, dict(os.environ), guarded=True)
         deadline = time.monotonic() + 60
         while "up" not in child.log.read_text():
             assert time.monotonic() < deadline

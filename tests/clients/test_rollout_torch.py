@@ -24,6 +24,7 @@ from engine.errors import CodecError, InvalidInput, StateConflict
 from engine.records import TensorDigest
 from tests.support.receiver_process import Process, TinyModel, dump, load, tiny_metas, tiny_state
 from tests.support.versions import State, changed, local_target
+from tests.support.views import PretendTensor, pretending
 
 pytestmark = pytest.mark.anyio
 
@@ -345,6 +346,29 @@ def test_memory_that_cannot_be_written_in_place_is_refused() -> None:
         ModuleWeights(model).live()
     with pytest.raises(InvalidInput, match="no tensor"):
         ModuleWeights(TinyModel(), ignore=["nope"])
+
+
+def test_a_model_on_a_device_is_kept_at_the_versions(tmp_path: Path) -> None:
+    """Tied and transposed parameters and an FP32 buffer on a device that the host cannot read, one buffer beside it."""
+    model, host = TinyModel(), TinyModel()
+    base, new = tiny_state(0), next_state(tiny_state(0))
+    load(host, base)
+    with pretending():
+        model.embed.weight = nn.Parameter(PretendTensor(host.embed.weight.detach()))
+        model.lm_head.weight = model.embed.weight
+        model.proj.weight = nn.Parameter(PretendTensor(host.proj.weight.detach()))
+        model.norm.weight = nn.Parameter(PretendTensor(host.norm.weight.detach()))
+        model.router_bias, model.counter = PretendTensor(host.router_bias), host.counter
+        core = ReceiverCore(ModuleWeights(model), name="d", run="r")
+        core.prepare(p.Prepare(target=body_of(local_target(tmp_path, tiny_metas(), new, base))))
+        core.commit(p.Commit(version=1))
+        assert same(dump(host), new)
+        core.finalize(p.Finalize(version=1))
+        assert core.ready, "our own writes are nobody else's"
+        with torch.no_grad():
+            model.norm.weight.add_(1)
+        assert not core.ready
+        core.close()
 
 
 def test_copies_of_an_untied_tensor_are_written_with_it() -> None:

@@ -26,6 +26,7 @@ from engine.layout.algebra import contiguous
 from engine.layout.blocks import Layout
 from engine.layout.placement import Placement
 from tests.support.versions import State, changed, local_target, metas_of
+from tests.support.views import PretendTensor, pretending
 
 METAS = metas_of({"a": ((6, 8), "bfloat16"), "b": ((4, 8), "bfloat16"), "n": ((8,), "float32")})
 PADDING = 2
@@ -260,6 +261,29 @@ def test_a_replaced_parameter_is_bound_anew_and_one_of_another_shape_refused(rig
     assert rig.core.status().generation == before + 1
     rig.model.n = nn.Parameter(torch.zeros(9), requires_grad=False)
     with pytest.raises(InvalidInput, match="loaded otherwise"):
+        rig.core.audit(p.Audit(tensors=METAS))
+
+
+def test_weights_on_a_device_are_installed_there(rig: Rig) -> None:
+    """The parameters move to a device that the host cannot read: they are bound anew, proven and written there."""
+    memory = lanes_of(rig.model)
+    with pretending() as module:
+        for name in ("ab", "n"):
+            moved = PretendTensor(rig.model.get_parameter(name).detach())
+            setattr(rig.model, name, nn.Parameter(moved, requires_grad=False))
+        new = changed(rig.state, np.random.default_rng(1))
+        rig.prepare(1, new, rig.state)
+        assert rig.call("commit", 1) == EngineAnswer(phases=["clean"])
+        assert (rig.core.version, rig.core.ready) == (1, True)
+        assert "synchronize" in module.calls
+    ab, n = memory
+    assert np.array_equal(ab, np.concatenate([new["a"], new["b"], np.zeros(PADDING * 8, np.uint16)]))
+    assert np.array_equal(n, new["n"])
+
+
+def test_weights_without_memory_are_refused(rig: Rig) -> None:
+    rig.model.n = nn.Parameter(torch.zeros(8, device="meta"), requires_grad=False)
+    with pytest.raises(InvalidInput, match=r"'n'.*meta"):
         rig.core.audit(p.Audit(tensors=METAS))
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from engine.apply import (
     Applier,
     ChunkDamaged,
-    LaneView,
+    Lanes,
     LiveChanged,
     LiveCopy,
     LiveSet,
@@ -41,6 +44,7 @@ from tests.support.versions import (
     metas_of,
     shares,
 )
+from tests.support.views import KINDS, View, numpy_view, views
 
 METAS = metas_of(
     {
@@ -73,14 +77,15 @@ def stepped(state: State, seed: int = 1) -> State:
 class Memory:
     """Live memory of one rank that holds every tensor whole."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, view: View = numpy_view) -> None:
+        self.view = view
         self.arrays = {m.name: state[m.name].copy().view(np.uint8) for m in METAS}
         self.arrays["flags"] = self.arrays["flags"][:7].copy()
 
     def live(self) -> LiveSet:
         return LiveSet(
             LiveTensor(
-                (m.name,), tuple(m.shape), m.dtype, (LiveCopy(LaneView(self.arrays[m.name]), identity(lanes_of(m))),)
+                (m.name,), tuple(m.shape), m.dtype, (LiveCopy(self.view(self.arrays[m.name]), identity(lanes_of(m))),)
             )
             for m in METAS
         )
@@ -94,14 +99,20 @@ def base() -> State:
     return random_state()
 
 
+@pytest.fixture(params=KINDS)
+def view(request: pytest.FixtureRequest) -> Iterator[View]:
+    with views(request.param) as made:
+        yield made
+
+
 @pytest.fixture
 def new(base: State) -> State:
     return stepped(base)
 
 
 @pytest.mark.parametrize("writers", [1, 3])
-def test_prepare_commit_finalize(tmp_path: Path, base: State, new: State, writers: int) -> None:
-    memory = Memory(base)
+def test_prepare_commit_finalize(tmp_path: Path, base: State, new: State, writers: int, view: View) -> None:
+    memory = Memory(base, view)
     applier = Applier(memory.live())
     target = local_target(tmp_path, METAS, new, base, writers=writers)
     verdict = applier.prepare(target)
@@ -117,8 +128,8 @@ def test_prepare_commit_finalize(tmp_path: Path, base: State, new: State, writer
     assert applier.prepare(target).already
 
 
-def test_rollback_restores_every_bit(tmp_path: Path, base: State, new: State) -> None:
-    memory = Memory(base)
+def test_rollback_restores_every_bit(tmp_path: Path, base: State, new: State, view: View) -> None:
+    memory = Memory(base, view)
     applier = Applier(memory.live())
     applier.prepare(local_target(tmp_path, METAS, new, base))
     applier.commit(1)
@@ -129,8 +140,48 @@ def test_rollback_restores_every_bit(tmp_path: Path, base: State, new: State) ->
     assert applier.version is None
 
 
-def test_a_rewound_version_is_sent_dense_and_applied_sparse(tmp_path: Path, base: State, new: State) -> None:
-    memory = Memory(base)
+class Torn:
+    """Lanes whose write stops half way, once."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self.torn = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lanes, name)
+
+    def scatter(self, index: npt.NDArray[Any], values: npt.NDArray[np.uint16]) -> None:
+        if self.torn:
+            return self._lanes.scatter(index, values)
+        self.torn = True
+        self._lanes.scatter(index[: index.size // 2], values[: index.size // 2])
+        raise OSError("the device is gone")
+
+
+@pytest.mark.parametrize("back", [True, False])
+def test_a_write_that_stops_half_way_is_undone_or_ended(
+    tmp_path: Path, base: State, new: State, view: View, back: bool
+) -> None:
+    memory = Memory(base, lambda array: Torn(view(array)) if array.nbytes == 140000 else view(array))
+    applier = Applier(memory.live())
+    applier.prepare(local_target(tmp_path, METAS, new, base))
+    with pytest.raises(OSError, match="gone"):
+        applier.commit(1)
+    assert applier.phase is Phase.WRITING
+    assert not memory.equals(base)
+    assert not memory.equals(new)
+    if back:
+        applier.rollback()
+        assert memory.equals(base)
+    else:
+        applier.commit(1)
+        assert memory.equals(new)
+
+
+def test_a_rewound_version_goes_dense_and_is_applied_sparse(
+    tmp_path: Path, base: State, new: State, view: View
+) -> None:
+    memory = Memory(base, view)
     applier = Applier(memory.live())
     verdict = applier.prepare(local_target(tmp_path, METAS, new, base, dense=["a.weight", "b.weight"], writers=2))
     assert verdict.entries == sum(int((new[n] != base[n]).sum()) for n in base), (
@@ -142,10 +193,10 @@ def test_a_rewound_version_is_sent_dense_and_applied_sparse(tmp_path: Path, base
 
 
 @pytest.mark.parametrize("bits", [0x7FC0, 0xFFFF, 0x7F81, 0x8000, 0x0000, 0x7F80, 0xFF80, 0x0001])
-def test_special_bits_travel_both_ways(tmp_path: Path, base: State, bits: int) -> None:
+def test_special_bits_travel_both_ways(tmp_path: Path, base: State, bits: int, view: View) -> None:
     there = {n: v.copy() for n, v in base.items()}
     there["b.weight"][::1000] = bits
-    memory = Memory(base)
+    memory = Memory(base, view)
     applier = Applier(memory.live())
     applier.prepare(local_target(tmp_path, METAS, there, base))
     applier.commit(1)
@@ -165,17 +216,17 @@ def refused(memory: Memory, state: State, applier: Applier, target: object, erro
     return caught.value
 
 
-def test_wrong_base(tmp_path: Path, base: State, new: State) -> None:
+def test_wrong_base(tmp_path: Path, base: State, new: State, view: View) -> None:
     other = {n: v.copy() for n, v in base.items()}
     other["side"][5] ^= 1
-    memory = Memory(other)
+    memory = Memory(other, view)
     error = refused(memory, other, Applier(memory.live()), local_target(tmp_path, METAS, new, base), WrongBase)
     assert isinstance(error, WrongBase)
     assert error.tensors == ("side",)
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "missing", "longer"])
-def test_damaged_chunk(tmp_path: Path, base: State, new: State, damage: str) -> None:
+def test_damaged_chunk(tmp_path: Path, base: State, new: State, damage: str, view: View) -> None:
     target = local_target(tmp_path, METAS, new, base)
     path = target.chunks[0].path
     data = bytearray(path.read_bytes())
@@ -188,20 +239,20 @@ def test_damaged_chunk(tmp_path: Path, base: State, new: State, damage: str) -> 
     path.unlink()
     if damage != "missing":
         path.write_bytes(data)
-    memory = Memory(base)
+    memory = Memory(base, view)
     refused(memory, base, Applier(memory.live()), target, ChunkDamaged)
 
 
-def test_wrong_result(tmp_path: Path, base: State, new: State) -> None:
+def test_wrong_result(tmp_path: Path, base: State, new: State, view: View) -> None:
     wrong = {n: v.copy() for n, v in new.items()}
     wrong["a.weight"][7] ^= 4
     target = local_target(tmp_path, METAS, new, base)
     claim = tuple(t.model_copy(update={"digest": digest_of(t.name, wrong[t.name])}) for t in target.tensors)
-    memory = Memory(base)
+    memory = Memory(base, view)
     refused(memory, base, Applier(memory.live()), dataclasses.replace(target, tensors=claim), WrongResult)
 
 
-def test_two_writers_change_one_lane(tmp_path: Path, base: State, new: State) -> None:
+def test_two_writers_change_one_lane(tmp_path: Path, base: State, new: State, view: View) -> None:
     meta = METAS[1]
     layout = identity(lanes_of(meta))
     ranks = np.array([5, 900], np.int64)
@@ -212,16 +263,16 @@ def test_two_writers_change_one_lane(tmp_path: Path, base: State, new: State) ->
     after = {n: v.copy() for n, v in base.items()}
     after["b.weight"][ranks] += np.array([4, 6], np.uint16)  # so that even the digest comes out
     target = dataclasses.replace(local_target(tmp_path, METAS, after, base), chunks=tuple(files))
-    memory = Memory(base)
+    memory = Memory(base, view)
     error = refused(memory, base, Applier(memory.live()), target, CodecError)
     assert "lane 5" in error.message
 
 
-def test_slices_that_reach_outside_their_tensor(tmp_path: Path, base: State, new: State) -> None:
+def test_slices_that_reach_outside_their_tensor(tmp_path: Path, base: State, new: State, view: View) -> None:
     meta = METAS[1]
     outside = Layout((Block((10,), 0, (1,), 69995, (1,)),), 10, 70005)
     one = make_item(meta, 1, outside, np.array([9], np.int64), np.array([1], np.uint16))
-    memory = Memory(base)
+    memory = Memory(base, view)
     applier = Applier(memory.live())
     target = local_target(tmp_path, METAS, new, base)
     try:
@@ -231,16 +282,16 @@ def test_slices_that_reach_outside_their_tensor(tmp_path: Path, base: State, new
     refused(memory, base, applier, dataclasses.replace(target, chunks=(file,)), DteError)
 
 
-def test_a_chunk_of_another_version(tmp_path: Path, base: State, new: State) -> None:
+def test_a_chunk_of_another_version(tmp_path: Path, base: State, new: State, view: View) -> None:
     target = local_target(tmp_path, METAS, new, base)
     other = local_target(tmp_path, METAS, new, base, version=2)
-    memory = Memory(base)
+    memory = Memory(base, view)
     refused(memory, base, Applier(memory.live()), dataclasses.replace(target, chunks=other.chunks), CodecError)
 
 
-def test_tensors_that_do_not_fit(tmp_path: Path, base: State, new: State) -> None:
+def test_tensors_that_do_not_fit(tmp_path: Path, base: State, new: State, view: View) -> None:
     target = local_target(tmp_path, METAS, new, base)
-    memory = Memory(base)
+    memory = Memory(base, view)
     applier = Applier(memory.live())
     for tensors in (
         target.tensors[:-1],
@@ -251,8 +302,8 @@ def test_tensors_that_do_not_fit(tmp_path: Path, base: State, new: State) -> Non
         refused(memory, base, applier, dataclasses.replace(target, tensors=tensors), TensorMismatch)
 
 
-def test_a_version_without_base_must_be_complete(tmp_path: Path, base: State, new: State) -> None:
-    memory = Memory(base)
+def test_a_version_without_base_must_be_complete(tmp_path: Path, base: State, new: State, view: View) -> None:
+    memory = Memory(base, view)
     applier = Applier(memory.live())
     whole = local_target(tmp_path, METAS, new, None, version=0, writers=2)
     part = dataclasses.replace(whole, chunks=whole.chunks[:1])
@@ -266,8 +317,8 @@ def test_a_version_without_base_must_be_complete(tmp_path: Path, base: State, ne
     assert memory.equals(new)
 
 
-def test_somebody_writes_between_prepare_and_commit(tmp_path: Path, base: State, new: State) -> None:
-    memory = Memory(base)
+def test_somebody_writes_between_prepare_and_commit(tmp_path: Path, base: State, new: State, view: View) -> None:
+    memory = Memory(base, view)
     applier = Applier(memory.live())
     applier.prepare(local_target(tmp_path, METAS, new, base))
     at = int(np.flatnonzero(new["b.weight"] != base["b.weight"])[0])
@@ -279,8 +330,8 @@ def test_somebody_writes_between_prepare_and_commit(tmp_path: Path, base: State,
     assert memory.equals(base)
 
 
-def test_moves_that_do_not_fit(tmp_path: Path, base: State, new: State) -> None:
-    applier = Applier(Memory(base).live())
+def test_moves_that_do_not_fit(tmp_path: Path, base: State, new: State, view: View) -> None:
+    applier = Applier(Memory(base, view).live())
     for move in (applier.abort, applier.rollback, lambda: applier.commit(1), lambda: applier.finalize(1)):
         with pytest.raises(StateConflict):
             move()
@@ -299,7 +350,7 @@ def test_moves_that_do_not_fit(tmp_path: Path, base: State, new: State) -> None:
     applier.finalize(1)
 
 
-def test_resync_from_a_dense_version_and_deltas(tmp_path: Path, base: State) -> None:
+def test_resync_from_a_dense_version_and_deltas(tmp_path: Path, base: State, view: View) -> None:
     one = stepped(base, 1)
     two = stepped(one, 2)
     plan = [
@@ -307,7 +358,7 @@ def test_resync_from_a_dense_version_and_deltas(tmp_path: Path, base: State) -> 
         local_target(tmp_path, METAS, one, base, version=1),
         local_target(tmp_path, METAS, two, one, version=2, writers=2),
     ]
-    memory = Memory(random_state(99))
+    memory = Memory(random_state(99), view)
     applier = Applier(memory.live())
     before: list[Phase] = []
     applier.resync(plan, before_write=lambda: before.append(applier.phase))
@@ -319,7 +370,7 @@ def test_resync_from_a_dense_version_and_deltas(tmp_path: Path, base: State) -> 
     assert applier.version == 2
 
 
-def test_resync_from_a_version_with_a_base_that_is_dense_everywhere(tmp_path: Path, base: State) -> None:
+def test_resync_from_a_version_with_a_base_that_is_dense_everywhere(tmp_path: Path, base: State, view: View) -> None:
     one = stepped(base, 1)
     two = stepped(one, 2)
     names = [m.name for m in METAS]
@@ -327,16 +378,18 @@ def test_resync_from_a_version_with_a_base_that_is_dense_everywhere(tmp_path: Pa
         local_target(tmp_path, METAS, one, base, version=1, writers=2, dense=names),
         local_target(tmp_path, METAS, two, one, version=2),
     ]
-    memory = Memory(random_state(99))
+    memory = Memory(random_state(99), view)
     applier = Applier(memory.live())
     applier.resync([dataclasses.replace(plan[0], base_digests=None), plan[1]])
     applier.finalize(2)
     assert memory.equals(two)
 
 
-def test_a_damaged_resync_writes_nothing_and_a_wrong_one_stays_dirty(tmp_path: Path, base: State, new: State) -> None:
+def test_a_damaged_resync_writes_nothing_and_a_wrong_one_stays_dirty(
+    tmp_path: Path, base: State, new: State, view: View
+) -> None:
     start = random_state(99)
-    memory = Memory(start)
+    memory = Memory(start, view)
     applier = Applier(memory.live())
     dense = local_target(tmp_path, METAS, base, None, version=0)
     delta = local_target(tmp_path, METAS, new, base)
@@ -360,7 +413,7 @@ def test_a_damaged_resync_writes_nothing_and_a_wrong_one_stays_dirty(tmp_path: P
     assert memory.equals(new)
 
 
-def test_partial_ranks_add_up(tmp_path: Path, base: State, new: State) -> None:
+def test_partial_ranks_add_up(tmp_path: Path, base: State, new: State, view: View) -> None:
     """Two ranks hold the columns of one tensor and both hold all of another."""
     rows, columns = METAS[0].shape
     name = "a.weight"
@@ -372,7 +425,7 @@ def test_partial_ranks_add_up(tmp_path: Path, base: State, new: State) -> None:
         half = columns // 2
         memory = np.ascontiguousarray(base[name].reshape(rows, columns)[:, rank * half : (rank + 1) * half]).reshape(-1)
         layout = Layout((Block((rows, half), 0, (half, 1), rank * half, (columns, 1)),), rows * half, rows * columns)
-        live = LiveTensor((name,), (rows, columns), "bfloat16", (LiveCopy(LaneView(memory), layout),))
+        live = LiveTensor((name,), (rows, columns), "bfloat16", (LiveCopy(view(memory), layout),))
         applier = Applier(LiveSet([live], partial=True))
         verdict = applier.prepare(target)
         total_live += int(verdict.live[name], 16)
@@ -385,10 +438,10 @@ def test_partial_ranks_add_up(tmp_path: Path, base: State, new: State) -> None:
     assert np.array_equal(np.concatenate(views, axis=1).reshape(-1), new[name])
 
 
-def test_replicas_are_written_together_and_must_agree(tmp_path: Path, base: State, new: State) -> None:
+def test_replicas_are_written_together_and_must_agree(tmp_path: Path, base: State, new: State, view: View) -> None:
     name, n = "b.weight", 70000
     first, second = base[name].copy(), base[name].copy()
-    copies = tuple(LiveCopy(LaneView(m), identity(n)) for m in (first, second))
+    copies = tuple(LiveCopy(view(m), identity(n)) for m in (first, second))
     applier = Applier(LiveSet([LiveTensor((name,), (n,), "bfloat16", copies)]))
     target = local_target(tmp_path, [METAS[1]], {name: new[name]}, {name: base[name]})
     applier.prepare(target)
@@ -401,20 +454,20 @@ def test_replicas_are_written_together_and_must_agree(tmp_path: Path, base: Stat
         applier.audit(list(target.tensors))
 
 
-def test_adopt_needs_the_right_digests(base: State, new: State) -> None:
-    memory = Memory(base)
+def test_adopt_needs_the_right_digests(base: State, new: State, view: View) -> None:
+    memory = Memory(base, view)
     applier = Applier(memory.live())
     metas = [TensorMeta(name=m.name, shape=m.shape, dtype=m.dtype) for m in METAS]
     assert {n: f"{d:016x}" for n, d in applier.audit(metas).items()} == {n: digest_of(n, v) for n, v in base.items()}
 
 
-def test_layouts_that_map_two_lanes_to_one_are_refused() -> None:
+def test_layouts_that_map_two_lanes_to_one_are_refused(view: View) -> None:
     doubled = Layout((Block((4, 4), 0, (4, 1), 0, (2, 1)),), 16, 16)
     with pytest.raises(LayoutError):
-        LiveCopy(LaneView(np.zeros(16, np.uint16)), doubled)
+        LiveCopy(view(np.zeros(16, np.uint16)), doubled)
 
 
-def test_tiles_across_a_slice_border(tmp_path: Path) -> None:
+def test_tiles_across_a_slice_border(tmp_path: Path, view: View) -> None:
     """Dense tiles of a slice that is not a whole number of tiles, at an odd offset."""
     n = TILE + 1000
     meta = TensorMeta(name="t", shape=(n,), dtype="bfloat16")
@@ -424,7 +477,7 @@ def test_tiles_across_a_slice_border(tmp_path: Path) -> None:
     assert sum(i.dense_bits.size for i in items) == n
     file = chunk_file(tmp_path, ChunkHeader("r", 1, 1, 0, 0, 0), items)
     target = dataclasses.replace(local_target(tmp_path, [meta], {"t": fresh}, {"t": old}), chunks=(file,))
-    applier = Applier(LiveSet([LiveTensor(("t",), (n,), "bfloat16", (LiveCopy(LaneView(old), identity(n)),))]))
+    applier = Applier(LiveSet([LiveTensor(("t",), (n,), "bfloat16", (LiveCopy(view(old), identity(n)),))]))
     applier.prepare(target)
     applier.commit(1)
     applier.finalize(1)

@@ -8,15 +8,18 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.apply import Applier, LaneView, LiveCopy, LiveSet, LiveTensor
+from engine.apply import Applier, LiveCopy, LiveSet, LiveTensor
 from engine.codec.chunk import ChunkHeader
 from engine.layout.algebra import identity, map_indices
 from engine.layout.blocks import Block, Layout
+from engine.layout.mapping import map_partial
 from engine.records import TensorMeta
 from tests.support.versions import EMPTY_I64, EMPTY_U16, chunk_file, local_target, make_item
+from tests.support.views import KINDS, View, views
 
 
 def windows(rows: int, columns: int, by_column: bool, first: int, count: int) -> Layout:
@@ -30,6 +33,16 @@ def windows(rows: int, columns: int, by_column: bool, first: int, count: int) ->
 
 def transposed(rows: int, columns: int) -> Layout:
     return Layout((Block((columns, rows), 0, (rows, 1), 0, (1, columns)),), rows * columns, rows * columns)
+
+
+def padded(layout: Layout, pad: int) -> Layout:
+    """The same with `pad` lanes that belong to nothing after each run of the innermost axis."""
+    (block,) = layout.blocks
+    if len(block.shape) != 2 or pad == 0:
+        return layout
+    rows, run = block.shape
+    wide = Block((rows, run), 0, (run + pad, 1), block.dst_offset, block.dst_strides)
+    return Layout((wide,), rows * (run + pad), layout.dst_numel)
 
 
 @st.composite
@@ -49,19 +62,27 @@ def cases(draw: st.DrawFn) -> tuple[int, int, list[Layout], list[bool], Layout, 
         limit = columns if kind == "columns" else rows
         first = draw(st.integers(0, limit - 1))
         mine = windows(rows, columns, kind == "columns", first, draw(st.integers(1, limit - first)))
-    return rows, columns, writers, dense, mine, draw(st.integers(0, 2**32 - 1))
+    pad = draw(st.sampled_from([0, 0, 1, 3]))
+    return rows, columns, writers, dense, padded(mine, pad), draw(st.integers(0, 2**32 - 1))
 
 
-@given(cases())
+@pytest.mark.parametrize("kind", KINDS)
+@given(case=cases())
 @settings(max_examples=60, deadline=None)
-def test_any_layouts(case: tuple[int, int, list[Layout], list[bool], Layout, int]) -> None:
+def test_any_layouts(kind: str, case: tuple[int, int, list[Layout], list[bool], Layout, int]) -> None:
+    with views(kind) as view:
+        installs(view, case)
+
+
+def installs(view: View, case: tuple[int, int, list[Layout], list[bool], Layout, int]) -> None:
     rows, columns, writers, dense, mine, seed = case
     rng = np.random.default_rng(seed)
     n = rows * columns
     meta = TensorMeta(name="t", shape=(rows, columns), dtype="bfloat16")
     old = rng.integers(0, 1 << 16, n).astype(np.uint16)
     new = np.where(rng.random(n) < 0.3, rng.integers(0, 1 << 16, n), old).astype(np.uint16)
-    here = map_indices(mine, np.arange(mine.src_numel, dtype=np.int64))
+    at = map_partial(mine, np.arange(mine.src_numel, dtype=np.int64))
+    padding, here = np.flatnonzero(at < 0), at[at >= 0]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         files = []
@@ -74,17 +95,20 @@ def test_any_layouts(case: tuple[int, int, list[Layout], list[bool], Layout, int
                 one = make_item(meta, 0, layout, ranks, new[to][ranks] - old[to][ranks])
             files.append(chunk_file(folder, ChunkHeader("r", 1, 1, writer, 0, 0), [one], f"w{writer}"))
         target = dataclasses.replace(local_target(folder, [meta], {"t": new}, {"t": old}), chunks=tuple(files))
-        memory = old[here].copy()
-        live = LiveTensor(("t",), (rows, columns), "bfloat16", (LiveCopy(LaneView(memory), mine),))
+        memory = rng.integers(0, 1 << 16, mine.src_numel).astype(np.uint16)
+        junk = memory[padding].copy()
+        memory[at >= 0] = old[here]
+        live = LiveTensor(("t",), (rows, columns), "bfloat16", (LiveCopy(view(memory), mine),))
         applier = Applier(LiveSet([live], partial=True))
         verdict = applier.prepare(target)
         assert verdict.entries == int((new[here] != old[here]).sum())
-        assert np.array_equal(memory, old[here])
+        assert np.array_equal(memory[at >= 0], old[here])
         applier.commit(1)
-        assert np.array_equal(memory, new[here])
+        assert np.array_equal(memory[at >= 0], new[here])
         applier.rollback()
-        assert np.array_equal(memory, old[here])
+        assert np.array_equal(memory[at >= 0], old[here])
         applier.prepare(target)
         applier.commit(1)
         applier.finalize(1)
-        assert np.array_equal(memory, new[here])
+        assert np.array_equal(memory[at >= 0], new[here])
+        assert np.array_equal(memory[padding], junk)

@@ -226,3 +226,16 @@ def test_sizes_that_do_not_divide_are_refused(change: dict[str, Any], tp: int) -
 def test_ranks_outside_their_groups_are_refused(shares: tuple[int, int, int, int]) -> None:
     with pytest.raises(InvalidInput):
         Shares(*shares)
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "MixtralForCausalLM"])
+def test_the_number_of_experts_has_two_names(architecture: str, key: str) -> None:
+    known = layouts_for(config(architecture), 0, 1)
+    found = config(architecture)
+    for name in {"num_experts", "num_local_experts"} - {key}:
+        del found[name]
+    assert layouts_for(found, 0, 1) == known
+    del found[key]
+    with pytest.raises(InvalidInput, match="num_experts"):
+        layouts_for(found, 0, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
@@ -18,6 +19,7 @@ from engine.probe import Probed, fit_layouts, kept, memory_of, probe
 from engine.probe.sources import Suspects
 from engine.probe.tags import Numbering, pattern_words, read_digits, read_words
 from engine.records.models import TensorMeta
+from tests.support.views import PretendTensor, pretending
 
 Named = Mapping[str, torch.Tensor]
 
@@ -347,3 +349,33 @@ def test_placements_go_through_json() -> None:
     engine = Engine([meta("a", 6, 4), meta("b", 2)], lambda n: {"p": n["a"].T.contiguous(), "q": n["b"]})
     for placement in engine.probe().placements["p"]:
         assert Placement.from_json(placement.to_json()) == placement
+
+
+# --- parameters on a device ---------------------------------------------------------------------------------------
+
+
+def test_parameters_on_a_device_are_probed_and_kept_on_the_host() -> None:
+    tensors = [meta("q", 6, 4), meta("k", 2, 4), meta("n", 5, dtype="float32")]
+    engine = Engine(tensors, lambda t: {"qk": torch.cat([t["q"], t["k"]]), "n": t["n"]})
+    expected = engine.probe()
+    host = {n: torch.full_like(p, 3) for n, p in engine.parameters.items()}
+    with pretending():
+        engine.parameters = {n: PretendTensor(p) for n, p in host.items()}
+        with kept(lambda: engine.parameters):
+            found = engine.probe()
+            assert not all(bool((p == 3).all()) for p in host.values())
+    assert found == expected
+    assert all(bool((p == 3).all()) for p in host.values())
+
+
+def test_what_is_kept_takes_no_room_on_the_device() -> None:
+    with pretending():
+        parameter = PretendTensor(torch.ones(4))
+
+        def there() -> int:
+            gc.collect()
+            return sum(type(o) is PretendTensor for o in gc.get_objects())
+
+        before = there()
+        with kept(lambda: {"w": parameter}):
+            assert there() == before

@@ -92,11 +92,15 @@ def find_layouts(
     on. `trained_in`: the dtype that the checkpoint's own configuration names. InvalidInput if it cannot be found out.
     """
     if has_table(config) and os.environ.get(PROBE) != "1":
-        table = layouts_for(config, *ranks)
-        odd = _misfit(model, table)
-        if odd is None:
-            return Found(_published(model, table, Path(path), trained_in), {})
-        log.info("the engine keeps %r otherwise than its table says: probing", odd)
+        try:
+            table = layouts_for(config, *ranks)
+        except InvalidInput as error:
+            log.info("no table fits this configuration: probing (%s)", error.message)
+        else:
+            odd = _misfit(model, table) or _other_shape(table, Path(path))
+            if odd is None:
+                return Found(_published(model, table, Path(path), trained_in), {})
+            log.info("the engine keeps %r otherwise than its table says: probing", odd)
     tensors = checkpoint_tensors(Path(path))
     shape = dict(zip(("tp_rank", "tp_size", "ep_rank", "ep_size"), ranks, strict=True))
     key = LayoutKey(json.loads(json.dumps(config, default=str)), shape, flags, tensors)
@@ -147,6 +151,18 @@ def _misfit(model: nn.Module, table: Mapping[str, Sequence[Placement]]) -> str |
     for name in sorted(sizes.keys() | table.keys()):
         if name not in table or any(p.layout.src_numel != sizes.get(name) for p in table[name]):
             return name
+    return None
+
+
+def _other_shape(table: Mapping[str, Sequence[Placement]], folder: Path) -> str | None:
+    """A tensor that the checkpoint, if it is here, has in another shape: engines pad the configuration, too."""
+    if not any(folder.glob("*.safetensors")):
+        return None
+    shapes = {t.name: tuple(t.shape) for t in checkpoint_tensors(folder)}
+    for placed in table.values():
+        for tensor in (p.tensor for p in placed):
+            if shapes.get(tensor.name, tuple(tensor.shape)) != tuple(tensor.shape):
+                return tensor.name
     return None
 
 

@@ -30,12 +30,9 @@ def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _window(layout: Layout) -> tuple[int, Layout]:
-    """(first, the layout of the run of local elements from there on); InvalidInput if it is not one gapless run."""
+    """(first, the layout of the smallest run of local elements that holds all it maps, from there on)."""
     first = min(b.src_offset for b in layout.blocks)
-    last = max(b.src_last for b in layout.blocks)
-    count = sum(b.numel for b in layout.blocks)
-    if last - first + 1 != count:
-        raise InvalidInput("the elements of a tensor are scattered over its parameter; no such layout is served yet.")
+    count = max(b.src_last for b in layout.blocks) + 1 - first
     blocks = tuple(
         Block(b.shape, b.src_offset - first, b.src_strides, b.dst_offset, b.dst_strides) for b in layout.blocks
     )

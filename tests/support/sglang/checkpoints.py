@@ -41,10 +41,8 @@ MOE = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, 
 
 FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, COMMON),
-    "qwen3-tied": (Qwen3Config, Qwen3ForCausalLM, {**COMMON, "tie_word_embeddings": True}),
     "llama": (LlamaConfig, LlamaForCausalLM, COMMON),
     "qwen3-narrow": (Qwen3Config, Qwen3ForCausalLM, {**COMMON, "intermediate_size": 96}),
-    "llama-one-kv-head": (LlamaConfig, LlamaForCausalLM, {**COMMON, "num_key_value_heads": 1}),
     "qwen3-moe": (
         Qwen3MoeConfig,
         Qwen3MoeForCausalLM,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -22,9 +23,12 @@ needs_sglang = pytest.mark.skipif(not PYTHON.exists(), reason="no SGLang environ
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """A port below those the system gives out by itself: a server takes a minute until it binds it."""
+    while True:
+        port = random.randrange(12000, 30000)
+        with socket.socket() as found, contextlib.suppress(OSError):
+            found.bind(("127.0.0.1", port))
+            return port
 
 
 class Server:
