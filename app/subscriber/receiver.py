@@ -160,7 +160,10 @@ class Receiver:
 
     async def _bring_to(self, engine: Engine, head: CommitDecision) -> None:
         """Make the receiver hold `head`, by the cheapest way that is proven."""
-        self.standing.converted = len((await asyncio.to_thread(engine.check_fits, head.tensors)).converted)
+        converted = len((await asyncio.to_thread(engine.check_fits, head.tensors)).converted)
+        if converted != self.standing.converted:
+            self.standing.converted = converted
+            self._degraded.count("converted", min(converted, 1), f"receiver {self.standing.name}, {converted} tensors")
         if engine.dirty:
             await self._resync(engine, head)
         if (

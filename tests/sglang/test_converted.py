@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.support.sglang.checkpoints import make
@@ -44,6 +45,7 @@ def test_versions_arrive_as_a_server_loads_them(
     found = world.wait_version(0)
     assert (found["proof"], found["resyncs"], found["ranks"]) == ("converted", 1, tp)
     assert found["converted"] == len(world.publisher.metas)
+    assert httpx.get(f"{world.daemon.url}/versions", timeout=60.0).json()["degraded"]["converted"] == 1
     assert follower.checksums() == loaded
     answers = "experts" not in mode  # see test_follow
     before = follower.generate() if answers else {}
