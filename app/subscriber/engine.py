@@ -228,13 +228,23 @@ class Engine:
                 raise HalfWritten(f"a rollback failed: {error.message} (after: {cause})") from error
 
     async def _clean_up(self) -> None:
-        """Roll back and abort what an earlier owner left; ranks in the middle of a resync stay dirty."""
+        """Roll back and abort what an earlier owner left. Ranks in the middle of a resync, or whose rollback fails, stay
+        dirty: a resync helps them."""
         for link, status in zip(self._links, await self.refresh(), strict=True):
             if status.phase == "prepared":
                 await link.abort()
             elif status.phase in ("writing", "written"):
-                await link.rollback()
+                try:
+                    await link.rollback()
+                except ReceiverError as error:
+                    self._leave_dirty(error)
         await self.refresh()
+
+    def _leave_dirty(self, error: DteError) -> None:
+        """A rollback at the start failed: go on with dirty weights, unless the receiver is gone or another one's."""
+        if isinstance(error, ReceiverGone) or error.code == "fenced-off":
+            raise error
+        log.error("run %s: what an earlier owner left cannot be rolled back: %s", self._run, error)
 
     async def _all(
         self, do: Callable[[ReceiverClient], Awaitable[T]], links: list[ReceiverClient] | None = None

@@ -155,7 +155,12 @@ class SglangEngine(Engine):
         statuses = await self.refresh()
         if any(s.phase in ("writing", "written") for s in statuses):
             async with self._paused():
-                await self._call("rollback", 0)
+                try:
+                    await self._call("rollback", 0)
+                except (ReceiverError, HalfWritten) as error:
+                    self._leave_dirty(error)
+                    # The phases do not tell of what is derived from the weights.
+                    self._half_written = True
         for link, status in zip(self._links, await self.refresh(), strict=True):
             if status.phase == "prepared":
                 await link.abort()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -13,47 +10,9 @@ import pytest
 from app.subscriber.kinds import check_reachable, check_registration
 from clients.protocol import ReceiverRegistration
 from engine.errors import InvalidInput
+from tests.support.sglang_stand_in import StandIn
 
 pytestmark = pytest.mark.anyio
-
-GOOD: dict[str, Any] = {
-    "dp_size": 1,
-    "pp_size": 1,
-    "nnodes": 1,
-    "speculative_algorithm": None,
-    "enable_hierarchical_cache": False,
-    "internal_states": [{"dte": {"protocol": 1, "boot": "b", "sockets": ["/nowhere.sock"], "error": None}}],
-}
-
-
-class StandIn:
-    """Answers `GET /server_info` with `info`."""
-
-    def __init__(self) -> None:
-        self.info: dict[str, Any] = dict(GOOD)
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                found = outer.info if self.path == "/server_info" else {"model_path": "/m", "weight_version": "default"}
-                data = json.dumps(found).encode()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
 
 
 @pytest.fixture
