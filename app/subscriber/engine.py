@@ -228,8 +228,8 @@ class Engine:
                 raise HalfWritten(f"a rollback failed: {error.message} (after: {cause})") from error
 
     async def _clean_up(self) -> None:
-        """Roll back and abort what an earlier owner left. Ranks in the middle of a resync, or whose rollback fails, stay
-        dirty: a resync helps them."""
+        """Roll back and abort what an earlier owner left. Ranks in the middle of a resync, or whose rollback fails,
+        stay dirty: a resync helps them."""
         for link, status in zip(self._links, await self.refresh(), strict=True):
             if status.phase == "prepared":
                 await link.abort()

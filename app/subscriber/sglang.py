@@ -30,7 +30,7 @@ from clients.rollout.protocol import (
     in_one_frame,
 )
 from clients.rollout.sglang.call import EngineCall, Hold, Stage
-from engine.errors import InvalidInput
+from engine.errors import DteError, InvalidInput
 from engine.records.models import TensorDigest
 
 log = logging.getLogger(__name__)
@@ -175,12 +175,26 @@ class SglangEngine(Engine):
         try:
             await self._server.pause(self._options.pause)
             yield
+        except BaseException:
+            await self._shielded(quietly=True)
+            raise
+        else:
+            await self._shielded()
         finally:
-            # Cancelling the task must not leave a clean engine paused.
-            await asyncio.shield(asyncio.ensure_future(self._go_on()))
             self._last_pause_ms = (time.perf_counter() - start) * 1e3
 
+    async def _shielded(self, *, quietly: bool = False) -> None:
+        """`_go_on`, whole: cancelling the task must not leave a clean engine paused. `quietly`: an error is only
+        logged, because another one is on its way."""
+        try:
+            await asyncio.shield(asyncio.ensure_future(self._go_on()))
+        except DteError as error:
+            if not quietly:
+                raise
+            log.warning("the engine was not let go on; its plugin, or its owner, does that: %s", error)
+
     async def _go_on(self) -> None:
+        """ReceiverError `fenced-off` if another owner has the engine by now: it, or the plugin, lets it continue."""
         try:
             await self.refresh()
         except ReceiverGone:

@@ -84,3 +84,29 @@ async def test_a_rollback_that_fails_on_a_plain_rank_leads_to_a_resync_too(rank:
     rank.refuse["rollback"] = [ReceiverError("another owner", code="fenced-off")]
     with pytest.raises(ReceiverError, match="another owner"):
         await Engine.connect("r", [str(rank.path)], owner="me", fence=1)
+
+
+async def test_what_fails_while_letting_the_engine_go_on_hides_no_other_error(server: StandIn, rank: Rank) -> None:
+    engine = await reach(server)
+    server.update = failing("commit", code="live-changed")
+    rank.refuse["status"] = [ReceiverError("a newer daemon", code="fenced-off")]
+    with pytest.raises(ReceiverError) as refused:
+        await engine._write(1, engine._links)
+    assert refused.value.code == "live-changed"
+    assert server.ops() == ["pause-retract", "commit"], "the engine is the newer daemon's to continue"
+    server.statuses["/continue_generation"] = 400
+    with pytest.raises(ReceiverError) as refused:
+        await engine._write(1, engine._links)
+    assert refused.value.code == "live-changed"
+    await engine.aclose()
+
+
+async def test_an_engine_that_was_taken_over_while_it_was_paused_is_left_alone(server: StandIn, rank: Rank) -> None:
+    engine = await reach(server)
+    rank.refuse["status"] = [ReceiverError("a newer daemon", code="fenced-off")]
+    with pytest.raises(ReceiverError) as refused:
+        await engine._write(1, engine._links)
+    assert refused.value.code == "fenced-off"
+    assert server.ops() == ["pause-retract", "commit"]
+    assert rank.seen.count("hold") == 1
+    await engine.aclose()
