@@ -78,6 +78,7 @@ class ReceiverCore:
         self._op = threading.RLock()
         self._places = weights.places()
         self._writes = weights.writes()
+        self._seen = (self._places, self._writes)
         self._generation = 0
         self._applier = Applier(weights.live())
         self._prepared_generation = 0
@@ -155,10 +156,12 @@ class ReceiverCore:
             )
 
     def status(self, _: p.Empty | None = None) -> p.Status:
-        """Never waits for an operation in progress."""
+        """Never waits for an operation in progress. Weights that cannot be used just now are no version."""
         if self._op.acquire(blocking=False):
             try:
                 self._look()
+            except DteError as error:
+                log.warning("receiver %s: %s", self.name, error)
             finally:
                 self._op.release()
         applier = self._applier
@@ -353,12 +356,15 @@ class ReceiverCore:
         places, writes = self._weights.places(), self._weights.writes()
         if places == self._places and writes == self._writes:
             return
+        self._applier.unprove()
+        if (places, writes) != self._seen:
+            # Once for each change, though it may take many looks until the tensors can be bound.
+            self._seen = (places, writes)
+            self._generation += 1
         if places != self._places:
             log.warning("receiver %s: the engine replaced tensors; they are proven again", self.name)
             self._applier.rebind(self._weights.live())
         self._places, self._writes = places, writes
-        self._applier.unprove()
-        self._generation += 1
 
     def _release(self) -> None:
         self.gate.leave_write()

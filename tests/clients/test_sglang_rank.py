@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from clients.rollout.server import ReceiverServer
 from clients.rollout.sglang.call import EngineAnswer, EngineCall, Hold, Stage, answer_text, parse_answer, parse_call
 from clients.rollout.sglang.converter import Converter
 from clients.rollout.sglang.layouts import Found
-from clients.rollout.sglang.rank import PauseWatch, SglangRank
+from clients.rollout.sglang.rank import REPORT_BYTES, PauseWatch, SglangRank, _short, plain
 from clients.rollout.sglang.weights import EngineWeights
 from engine.apply import Target
 from engine.errors import CodecError, InvalidInput, StateConflict
@@ -325,6 +326,78 @@ def test_an_engine_between_two_versions_stays_paused() -> None:
     assert asked.wait(30)
     watch.close()
     assert not went_on.is_set()
+
+
+def test_a_pause_ends_once_the_weights_are_one_version_again() -> None:
+    """Whoever paused the engine died in a commit that takes longer than the grace time, and is then undone."""
+    torn = iter([True, True, False])
+    went_on = threading.Event()
+    watch = PauseWatch(went_on.set, lambda: not next(torn), grace_s=0.01)
+    watch.hold(True, 3600)
+    watch.owner(False)
+    assert went_on.wait(30)
+    watch.close()
+
+
+def test_a_continue_that_fails_is_tried_again() -> None:
+    tries: list[int] = []
+    went_on = threading.Event()
+
+    def go_on() -> None:
+        tries.append(1)
+        if len(tries) < 3:
+            raise ConnectionError
+        went_on.set()
+
+    watch = PauseWatch(go_on, lambda: True, grace_s=0.01)
+    watch.hold(True, 0.01)
+    assert went_on.wait(30)
+    watch.close()
+
+
+def test_a_pause_ends_when_another_owner_takes_over() -> None:
+    went_on = threading.Event()
+    watch = PauseWatch(went_on.set, lambda: True, grace_s=0.01)
+    watch.hold(True, 3600)
+    watch.owner(True)
+    assert went_on.wait(30)
+    watch.close()
+
+
+def test_the_engine_stays_paused_while_another_rank_is_torn(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    dirty = True
+
+    def share_with_another(report: dict[str, Any], ranks: int, group: Any) -> list[dict[str, Any]]:
+        return [report, {**report, "dirty": dirty} if "dirty" in report else report]
+
+    monkeypatch.setattr("clients.rollout.sglang.rank.share", share_with_another)
+    assert rig.rank._may_continue()
+    assert rig.call("commit", 9).error is not None
+    assert not rig.rank._may_continue()
+    dirty = False
+    assert rig.call("rollback", 0).error is None
+    assert rig.rank._may_continue()
+
+
+def test_a_call_while_the_memory_is_away_is_refused_and_not_raised(rig: Rig) -> None:
+    new = changed(rig.state, np.random.default_rng(1))
+    rig.prepare(1, new, rig.state)
+    rig.rank.memory(away=True)
+    answer = rig.call("commit", 1)
+    assert answer.error is not None
+    status = rig.core.status()
+    assert (status.version, status.ready) == (None, False)
+    generation = status.generation
+    assert rig.core.status().generation == generation, "one change is counted once, however often one looks"
+    rig.rank.memory(away=False)
+    assert rig.holds(rig.state)
+    assert not rig.core.status().ready
+
+
+def test_reports_fit_whatever_an_error_says() -> None:
+    long = p.ErrorBody(code="x", message="路径" * 2000, remedy='"\\' * 500, detail={"tensors": ["\x00\n" * 200] * 90})
+    assert len(json.dumps({"error": _short(long)}).encode()) < REPORT_BYTES
+    assert len(json.dumps({"path": "路" * 107, "error": plain("路径\n" * 900, 1000)}).encode()) < REPORT_BYTES
 
 
 def test_calls_and_answers_survive_the_way_through_the_engine() -> None:

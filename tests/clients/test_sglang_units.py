@@ -456,3 +456,12 @@ def test_what_was_staged_is_dropped_when_its_owner_is_lost(rig: Rig) -> None:
     with pytest.raises(StateConflict):
         rig.stage(1, new, ["q", "k"])
     assert rig.version == 0
+
+
+def test_the_same_number_in_another_run_is_another_version(rig: Rig) -> None:
+    rig.adopted()
+    assert rig.adopt(0, rig.state).version == 0
+    # The run begun anew: the bits of other weights would be taken for it by the number alone.
+    assert rig.adopt(0, step(rig.state, "q")).version is None
+    rig.rank.core.follow("another")
+    assert rig.adopt(0, rig.state).version is None

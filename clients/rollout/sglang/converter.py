@@ -91,6 +91,7 @@ class Converter:
         for name in (n for unit in units for n in unit.parameters):
             _lanes(name, now[name])
         self._version: int | None = None
+        self._digests: dict[str, str] = {}
         self._stored: dict[str, int] = {}
         self._goal: _Goal | None = None
         self._undo: list[_Old] = []
@@ -119,9 +120,18 @@ class Converter:
 
     # --- before the write -------------------------------------------------------------------------------------------
 
-    def check(self, version: int | None) -> None:
-        """WrongBase unless the stored bytes are those recorded for `version`: a full pass."""
-        if not self.at(version):
+    def is_of(self, digests: Mapping[str, str]) -> bool:
+        """True if what was converted last came from tensors with these digests: numbers alone are other runs' too."""
+        wanted = {self._known[n]: d for n, d in digests.items() if n in self._known}
+        return wanted == self._digests
+
+    def forget(self) -> None:
+        """What is stored counts as no version's, until it has been converted again."""
+        self._version, self._digests = None, {}
+
+    def check(self, version: int | None, digests: Mapping[str, str]) -> None:
+        """WrongBase unless the stored bytes are those recorded for `version`, which has these digests: a full pass."""
+        if not self.at(version) or not self.is_of(digests):
             raise WrongBase(f"the converted tensors are not those of version {version}.", ())
         wrong = self.written_by_others()
         if wrong is not None:
@@ -200,7 +210,7 @@ class Converter:
         """What was converted is `version`."""
         if self._goal is None and self.at(version):
             return
-        self._need(version)
+        self._digests = {name: t.digest for name, t in self._need(version).tensors.items()}
         self._version = version
         self._stored |= self._written
         self._end()

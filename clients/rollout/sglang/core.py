@@ -5,13 +5,14 @@ One invariant: the rank says it is at a version only if both its identity bits a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from clients.rollout import protocol as p
 from clients.rollout.core import ReceiverCore, Weights
 from clients.rollout.sglang.call import StageUnit
 from clients.rollout.sglang.converter import Converter
+from engine.records.models import TensorDigest
 
 
 class EngineCore(ReceiverCore):
@@ -42,6 +43,8 @@ class EngineCore(ReceiverCore):
         with self._op:
             super().adopt(body)
             self.converter.drop()
+            if not self.converter.is_of(_digests(body.tensors)):
+                self.converter.forget()
             if self.converter.written_by_others() is not None or not self.converter.at(body.version):
                 self.converter.aim(body.version, body.tensors, None)
             return self.status()
@@ -52,7 +55,10 @@ class EngineCore(ReceiverCore):
             self.converter.drop()
             found = super().prepare(body)
             try:
-                self.converter.check(target.version if found.already else target.base)
+                if found.already:
+                    self.converter.check(target.version, _digests(target.tensors))
+                else:
+                    self.converter.check(target.base, target.base_digests or {})
                 if not found.already:
                     self.converter.aim(target.version, target.tensors, target.base_digests)
             except BaseException:
@@ -60,6 +66,13 @@ class EngineCore(ReceiverCore):
                     super().abort()
                 raise
             return found
+
+    def follow(self, run: str | None) -> None:
+        with self._op:
+            before = self.run
+            super().follow(run)
+            if self.run != before:
+                self.converter.forget()
 
     def abort(self, body: p.Empty | None = None) -> p.Status:
         with self._op:
@@ -79,3 +92,7 @@ class EngineCore(ReceiverCore):
     def owner_lost(self) -> None:
         super().owner_lost()
         self.on_owner(False)
+
+
+def _digests(tensors: Iterable[TensorDigest]) -> dict[str, str]:
+    return {t.name: t.digest for t in tensors}

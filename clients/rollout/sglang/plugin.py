@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
+import stat
 import sys
 import tempfile
 import uuid
@@ -27,12 +28,13 @@ from clients.rollout.sglang.call import (
     parse_call,
 )
 from clients.rollout.sglang.converter import Converter
+from clients.rollout.sglang.front import Front
 from clients.rollout.sglang.layouts import find_layouts
 from clients.rollout.sglang.loader import EngineLoader
-from clients.rollout.sglang.rank import SglangRank, share
+from clients.rollout.sglang.rank import SglangRank, plain, share
 from clients.rollout.sglang.units import units_of
 from clients.rollout.sglang.weights import EngineWeights, dtype_name, parameters_of
-from engine.errors import DteError, StateConflict
+from engine.errors import DteError, InvalidInput, StateConflict
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,8 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _PARTS = "sglang.srt.managers.scheduler_components"
 _UPDATER = f"{_PARTS}.weight_updater.SchedulerWeightUpdaterManager"
 _STATE = f"{_PARTS}.internal_state.SchedulerInternalStateController"
+_FRONT = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_NAMESPACE = "_maybe_namespace_elastic_radix_cache"
 _WRITERS = (
     "update_weights_from_distributed",
     "update_weights_from_tensor",
@@ -51,11 +55,21 @@ _WRITERS = (
 
 
 def socket_dir() -> Path:
-    """Where the ranks' sockets are: `DTE_SGLANG_SOCKET_DIR`, or a private directory of the user."""
+    """Where the ranks' sockets are: `DTE_SGLANG_SOCKET_DIR`, or a private directory of the user, made if need be.
+
+    InvalidInput if somebody else owns that directory, or may write there.
+    """
     named = os.environ.get(SOCKET_DIR)
     if named:
         return Path(named).absolute()
-    return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"dte-{os.getuid()}"
+    folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"dte-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o022:
+        raise InvalidInput(
+            f"{folder} is not a private directory of this user.", remedy=f"Remove it, or set {SOCKET_DIR}."
+        )
+    return folder
 
 
 class SchedulerHost:
@@ -64,8 +78,9 @@ class SchedulerHost:
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         args = scheduler.server_args
-        host = "127.0.0.1" if args.host in ("0.0.0.0", "::", None) else args.host
-        self._url = f"http://{host}:{args.port}"
+        self._url = str(args.url())
+        self.namespace = 0
+        """Requests of different namespaces share no cached prefix."""
         key = getattr(args, "admin_api_key", None) or args.api_key
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
@@ -78,6 +93,8 @@ class SchedulerHost:
         return bool(self._scheduler.is_fully_idle(ignore_waiting=self._scheduler._engine_paused))
 
     def flush(self, keep_running: bool) -> None:
+        if keep_running:
+            self._part_from_running()
         if self.can_flush():
             if not self._scheduler.flush_cache(empty_cache=False):
                 raise StateConflict("the engine did not flush its cache.")
@@ -85,6 +102,21 @@ class SchedulerHost:
         if not keep_running:
             raise StateConflict("requests are running, so that the cache could not be flushed.")
         self._drop_unused()
+
+    def _part_from_running(self) -> None:
+        """Later requests must not share what running ones compute with their old cache."""
+        if not hasattr(self._scheduler, _NAMESPACE):
+            raise StateConflict(
+                "this SGLang cannot keep later requests away from old caches.", remedy="Choose the pause mode retract."
+            )
+        self.namespace += 1
+        for request in self._scheduler.waiting_queue:
+            self.name(request)
+
+    def name(self, request: Any) -> None:
+        """Put a request into the namespace of now."""
+        if self.namespace:
+            request.extra_key = f"{request.extra_key or ''}|dte-{self.namespace}"
 
     def _drop_unused(self) -> None:
         """Evict every cached prefix that no running request holds."""
@@ -106,7 +138,15 @@ class SchedulerHost:
         self._scheduler.record_weight_version_change(new_version=label)
 
     def go_on(self) -> None:
-        httpx.post(f"{self._url}/continue_generation", json={}, headers=self._headers, timeout=60.0).raise_for_status()
+        # To ourselves: no proxy, and whatever certificate we were given.
+        httpx.post(
+            f"{self._url}/continue_generation",
+            json={},
+            headers=self._headers,
+            timeout=60.0,
+            trust_env=False,
+            verify=False,
+        ).raise_for_status()
 
 
 def unsupported(args: Any) -> str | None:
@@ -118,6 +158,11 @@ def unsupported(args: Any) -> str | None:
         (bool(args.speculative_algorithm), "a draft model"),
         (bool(args.enable_hierarchical_cache), "a hierarchical cache"),
         (bool(getattr(args, "enable_lora", False)), "LoRA adapters"),
+        (bool(getattr(args, "enable_eplb", False)), "experts that move between ranks"),
+        (getattr(args, "elastic_ep_backend", None) not in (None, "none"), "elastic expert parallelism"),
+        (bool(getattr(args, "enable_lmcache", False)), "a cache that it does not flush itself (LMCache)"),
+        (getattr(args, "weight_cache_mode", None) not in (None, "off"), "weights shared with other engines"),
+        (getattr(args, "disaggregation_mode", None) not in (None, "null"), "prefill and decoding apart"),
         (bool(args.quantization), f"quantization ({args.quantization})"),
     )
     return next((f"this engine has {what}, which is not supported." for bad, what in checks if bad), None)
@@ -128,6 +173,7 @@ class Plugin:
 
     def __init__(self) -> None:
         self._rank: SglangRank | None = None
+        self._host: SchedulerHost | None = None
         self._announced: Announcement | None = None
 
     # --- binding ----------------------------------------------------------------------------------------------------
@@ -144,7 +190,7 @@ class Plugin:
         try:
             report["path"] = str(self._bind(scheduler))
         except Exception as error:
-            report["error"] = error.message[:1000] if isinstance(error, DteError) else repr(error)[:1000]
+            report["error"] = plain(error.message if isinstance(error, DteError) else repr(error), 1000)
             log.warning("dte does not serve this rank", exc_info=True)
         # All ranks get here, so that none waits for another; one that cannot be served means the engine cannot.
         reports = share(report, int(scheduler.tp_size), scheduler.tp_cpu_group)
@@ -160,7 +206,7 @@ class Plugin:
         from sglang.srt.runtime_context import get_parallel
 
         parallel = get_parallel()
-        host = SchedulerHost(scheduler)
+        host = self._host = SchedulerHost(scheduler)
         rank, ranks = int(parallel.tp_rank), int(parallel.tp_size)
         model = scheduler.model_config
         config = {**model.hf_text_config.to_dict(), "dtype": dtype_name(model.dtype)}
@@ -243,6 +289,17 @@ class Plugin:
         finally:
             rank.touch()
 
+    def checker(self, original: Callable[[Any, Any], Any], updater: Any, request: Any) -> Any:
+        """Around the engine's weight checker, one of whose actions overwrites the weights."""
+        if getattr(request, "action", None) == "reset_tensors":
+            return self.writer(original, updater, request)
+        return original(updater, request)
+
+    def namespaced(self, result: None, scheduler: Any, request: Any) -> None:
+        """After the engine has chosen what a new request may share cached prefixes with."""
+        if self._host is not None:
+            self._host.name(request)
+
     def release(self, original: Callable[..., Any], updater: Any, request: Any) -> Any:
         """Around the release of memory: nothing of ours reads the weights while they are away."""
         if self._rank is not None and _weights_in(request.tags):
@@ -261,6 +318,12 @@ def _weights_in(tags: Any) -> bool:
     return not tags or "weights" in tags
 
 
+def _has(owner: str, name: str) -> bool:
+    """True if this process has loaded a class `owner` with a method `name`: not every version of the engine has all."""
+    module, _, kind = owner.rpartition(".")
+    return hasattr(getattr(sys.modules.get(module), kind, None), name)
+
+
 def register() -> None:
     """Register the hooks. Called once in each process of the engine; all but schedulers have nothing to hook."""
     if _SCHEDULER.rpartition(".")[0] not in sys.modules:
@@ -269,6 +332,14 @@ def register() -> None:
 
     plugin = Plugin()
     HookRegistry.register(f"{_SCHEDULER}.__init__", plugin.scheduler_built, HookType.AFTER)
+    optional: tuple[tuple[str, str, Callable[..., Any], HookType], ...] = (
+        (_SCHEDULER, _NAMESPACE, plugin.namespaced, HookType.AFTER),
+        (_UPDATER, "check_weights", plugin.checker, HookType.AROUND),
+        (_FRONT, "_wait_for_model_update_from_disk", Front().update, HookType.AROUND),
+    )
+    for owner, name, hook, kind in optional:
+        if _has(owner, name):
+            HookRegistry.register(f"{owner}.{name}", hook, kind)
     HookRegistry.register(f"{_STATE}.get_internal_state", plugin.internal_state, HookType.AFTER)
     HookRegistry.register(f"{_UPDATER}.update_weights_from_disk", plugin.from_disk, HookType.AROUND)
     for name in _WRITERS:

@@ -51,25 +51,29 @@ class Host(Protocol):
 
 
 class PauseWatch:
-    """Lets the engine continue when whoever paused it is gone or silent.
+    """Lets the engine continue when whoever paused it is gone, replaced or silent.
 
-    One invariant: an engine whose weights are between versions stays paused.
+    One invariant: an engine whose weights are between versions stays paused; it is asked again and again until they
+    are not, and until the engine has continued.
     """
 
     def __init__(self, go_on: Callable[[], None], may: Callable[[], bool], grace_s: float) -> None:
         self._go_on, self._may, self._grace_s = go_on, may, grace_s
         self._lock = threading.Lock()
+        self._continuing = threading.Lock()
         self._held = False
         self._timer: threading.Timer | None = None
 
     def hold(self, held: bool, patience_s: float) -> None:
-        with self._lock:
+        """The owner is about to pause the engine, or has let it continue."""
+        with self._continuing, self._lock:  # a continue of ours that is on its way must not end the new pause
             self._held = held
             self._arm(patience_s if held else None)
 
     def owner(self, present: bool) -> None:
+        """An owner came or went: either way the one that holds the engine may not be there to let it continue."""
         with self._lock:
-            if self._held and not present:
+            if self._held:
                 self._arm(self._grace_s)
 
     def close(self) -> None:
@@ -87,18 +91,24 @@ class PauseWatch:
             self._timer.start()
 
     def _ring(self) -> None:
-        with self._lock:
-            if not self._held:
-                return
-            self._held = False
-        if not self._may():
-            log.error("the weights are between two versions and their owner is gone: the engine stays paused.")
-            return
-        log.warning("whoever paused the engine is gone or silent: it continues at the version it has.")
-        try:
-            self._go_on()
-        except Exception:
-            log.exception("could not let the engine continue")
+        with self._continuing:
+            with self._lock:
+                if not self._held or threading.current_thread() is not self._timer:
+                    return
+            done = False
+            if not self._may():
+                log.error("the weights are between two versions and their owner is gone: the engine stays paused.")
+            else:
+                log.warning("whoever paused the engine is gone or silent: it continues at the version it has.")
+                try:
+                    self._go_on()
+                    done = True
+                except Exception:
+                    log.exception("could not let the engine continue")
+            with self._lock:
+                if threading.current_thread() is self._timer:
+                    self._held = not done
+                    self._arm(None if done else self._grace_s)
 
 
 class SglangRank:
@@ -122,6 +132,8 @@ class SglangRank:
         self._group = group
         self._staged: list[p.TargetBody] = []
         self._converter = converter
+        self._torn = False
+        """True from a call's begin until all ranks are known to be clean."""
         self.core = EngineCore(
             weights,
             converter,
@@ -132,9 +144,7 @@ class SglangRank:
             owner_grace_s=OWNER_GRACE_S,
             finalize_timeout_s=86400,
         )
-        self._watch = PauseWatch(
-            host.go_on if rank == 0 else lambda: None, lambda: not self.core.dirty, grace_s=OWNER_GRACE_S
-        )
+        self._watch = PauseWatch(host.go_on if rank == 0 else lambda: None, self._may_continue, grace_s=OWNER_GRACE_S)
         self.core.on_owner = self._owner
         self.server = server_of(self.core, self._operations())
 
@@ -189,9 +199,16 @@ class SglangRank:
     def update(self, call: EngineCall) -> EngineAnswer:
         """Do one call together with all other ranks. Never raises: an error is part of the answer, on every rank."""
         with self.core.exclusively():
+            self._torn = True
             error = self._run(call)
-            reports = share({"phase": self.core.phase.value}, self._ranks, self._group)
+            mine = {"phase": self.core.phase.value, "dirty": self.core.dirty}
+            reports = share(mine, self._ranks, self._group)
+            self._torn = any(r["dirty"] for r in reports)
         return EngineAnswer(phases=[str(r["phase"]) for r in reports], error=error)
+
+    def _may_continue(self) -> bool:
+        """False while a rank, not only this one, is between two versions."""
+        return not self._torn and not self.core.dirty
 
     def _run(self, call: EngineCall) -> p.ErrorBody | None:
         steps: dict[str, Callable[[EngineCall], p.ErrorBody | None]] = {
@@ -209,10 +226,12 @@ class SglangRank:
             raise StateConflict(f"the engine follows run {self.core.run!r}, not {call.run!r}.")
 
     def _commit(self, call: EngineCall) -> p.ErrorBody | None:
-        self.core.status()  # a look at what others did meanwhile
-        at_it = self.core.version == call.version and not self.core.phase.dirty
+        at_it = False
 
         def ready() -> None:
+            nonlocal at_it
+            self.core.status()  # a look at what others did meanwhile
+            at_it = self.core.version == call.version and not self.core.phase.dirty
             if not call.keep_cache and not self._host.can_flush():
                 raise StateConflict(
                     "requests are running, so that the cache could not be flushed.",
@@ -255,14 +274,17 @@ class SglangRank:
         return self._together(self._undo)
 
     def _resync(self, call: EngineCall) -> p.ErrorBody | None:
-        def write() -> None:
-            staged, self._staged = self._staged, []
+        staged, self._staged = self._staged, []
+
+        def ready() -> None:
             if not staged or staged[-1].version != call.version:
                 raise StateConflict(f"version {call.version} is not staged.", remedy="Stage its targets first.")
+
+        def write() -> None:
             self.core.resync(p.Resync(targets=staged, wait_s=0))
             self._converter.convert(call.version, undo=False)
 
-        return self._together(write)
+        return self._together(ready) or self._together(write)
 
     def _finalize(self, call: EngineCall) -> p.ErrorBody | None:
         def done() -> None:
@@ -303,12 +325,17 @@ def share(report: dict[str, Any], ranks: int, group: Any) -> list[dict[str, Any]
     return [json.loads(bytes(e.numpy()).rstrip(b"\0")) for e in everyone]
 
 
+def plain(text: str, length: int) -> str:
+    """Printable ASCII without quotes and backslashes, so that JSON makes it no longer."""
+    return "".join(c if " " <= c <= "~" and c not in '"\\' else "?" for c in text[:length])
+
+
 def _short(error: p.ErrorBody) -> dict[str, Any]:
     """An error body that surely fits a report."""
-    tensors = [t[:100] for t in error.detail.get("tensors", [])][:5]
+    tensors = [plain(t, 100) for t in error.detail.get("tensors", [])][:5]
     return {
-        "code": error.code[:60],
-        "message": error.message[:500],
-        "remedy": error.remedy[:200],
+        "code": plain(error.code, 60),
+        "message": plain(error.message, 500),
+        "remedy": plain(error.remedy, 200),
         "detail": {"tensors": tensors} if tensors else {},
     }
