@@ -107,6 +107,14 @@ def test_weights_written_by_others_are_noticed_and_replaced(world: World, server
     assert server.weight_version == str(version)
 
 
+def test_weights_that_the_engine_itself_scrambled_are_replaced(world: World, server: Server) -> None:
+    version = world.step().version
+    world.wait_version(version)
+    assert server.post("/weights_checker", action="reset_tensors").status_code == 200
+    world.wait(resyncs=1, installed=version, ready=True)
+    world.expect_newest(server)
+
+
 def test_a_server_that_dies_in_a_commit_is_proven_again_after_its_restart(
     start: Callable[..., Server], worlds: Worlds, qwen3: Path
 ) -> None:
@@ -272,6 +280,10 @@ def test_requests_in_flight_end_and_their_tokens_tell_the_version(
     version = world.step().version
     world.wait_version(version)
     assert thread.is_alive() or pause == "abort", "the request ended before the version came; make it longer"
+    if pause == "in_place":
+        # It keeps its cache of the old weights, which nobody else may share.
+        told = server.generate("once upon a time", 4)["meta_info"]
+        assert (told["weight_version"], told["cached_tokens"]) == (str(version), 0)
     thread.join()
     meta = found[0]["meta_info"]
     if pause == "abort":

@@ -50,8 +50,9 @@ def test_versions_arrive_bit_for_bit(
 def test_another_server_started_from_a_later_version_is_the_same_and_goes_on_from_it(
     qwen3: Path, tmp_path: Path, start: Start, worlds: Worlds
 ) -> None:
-    server = start(qwen3, tp=2).wait_ready()
+    server = start(qwen3, tp=2, extra=("--served-model-name", "policy")).wait_ready()
     world, answer = follow(server, worlds)
+    assert [m["id"] for m in server.get("/v1/models")["data"]] == ["policy"]
     sums = server.checksums()
     server.end()
     fresh = start(write(qwen3, world.state, tmp_path / "trained"), tp=2).wait_ready()
