@@ -6,6 +6,7 @@ import json
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -19,6 +20,7 @@ from clients.rollout.server import ReceiverServer
 from clients.rollout.sglang.call import EngineAnswer, EngineCall, Hold, Stage, answer_text, parse_answer, parse_call
 from clients.rollout.sglang.converter import Converter
 from clients.rollout.sglang.layouts import Found
+from clients.rollout.sglang.plugin import Plugin
 from clients.rollout.sglang.rank import REPORT_BYTES, PauseWatch, SglangRank, _short, plain
 from clients.rollout.sglang.weights import EngineWeights
 from engine.apply import Target
@@ -398,6 +400,15 @@ def test_reports_fit_whatever_an_error_says() -> None:
     long = p.ErrorBody(code="x", message="路径" * 2000, remedy='"\\' * 500, detail={"tensors": ["\x00\n" * 200] * 90})
     assert len(json.dumps({"error": _short(long)}).encode()) < REPORT_BYTES
     assert len(json.dumps({"path": "路" * 107, "error": plain("路径\n" * 900, 1000)}).encode()) < REPORT_BYTES
+
+
+@pytest.mark.parametrize(("action", "writes"), [("reset_tensors", True), ("checksum", False)])
+def test_the_engines_weight_checker_may_write(rig: Rig, action: str, writes: bool) -> None:
+    plugin = Plugin()
+    plugin._rank = rig.rank
+    before = rig.core.status().generation
+    assert plugin.checker(lambda updater, request: "done", None, SimpleNamespace(action=action)) == "done"
+    assert (rig.core.status().generation > before) is writes
 
 
 def test_calls_and_answers_survive_the_way_through_the_engine() -> None:

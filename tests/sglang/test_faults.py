@@ -107,14 +107,6 @@ def test_weights_written_by_others_are_noticed_and_replaced(world: World, server
     assert server.weight_version == str(version)
 
 
-def test_weights_that_the_engine_itself_scrambled_are_replaced(world: World, server: Server) -> None:
-    version = world.step().version
-    world.wait_version(version)
-    assert server.post("/weights_checker", action="reset_tensors").status_code == 200
-    world.wait(resyncs=1, installed=version, ready=True)
-    world.expect_newest(server)
-
-
 def test_a_server_that_dies_in_a_commit_is_proven_again_after_its_restart(
     start: Callable[..., Server], worlds: Worlds, qwen3: Path
 ) -> None:

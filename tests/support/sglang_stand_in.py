@@ -89,7 +89,7 @@ class StandIn:
 
 
 class Rank:
-    """The socket of one rank without tensors. `status` is what it answers; `refuse`: operation → error, once each for
+    """The socket of one rank with `tensors` and their `digests`. `status` is what it answers; `refuse`: operation → error, once each for
     as many as there are (None: answered)."""
 
     def __init__(self, path: Path) -> None:
@@ -97,6 +97,8 @@ class Rank:
         self.status: dict[str, Any] = {
             "phase": "clean", "version": None, "step": None, "target": None, "generation": 0, "fence": 1, "ready": False
         }  # fmt: skip
+        self.tensors: list[dict[str, Any]] = []
+        self.digests: dict[str, str] = {}
         self.refuse: dict[str, list[ReceiverError | None]] = {}
         self.seen: list[str] = []
         self._server: asyncio.Server | None = None
@@ -118,19 +120,22 @@ class Rank:
             while True:
                 length = frame_length(await reader.readexactly(HEADER_BYTES))
                 asked = json.loads(await reader.readexactly(length))
-                data = json.dumps({"id": asked["id"]} | self._answer(asked["op"])).encode()
+                data = json.dumps({"id": asked["id"]} | self._answer(asked["op"], asked["body"])).encode()
                 writer.write(len(data).to_bytes(HEADER_BYTES, "little") + data)
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
 
-    def _answer(self, op: str) -> dict[str, Any]:
+    def _answer(self, op: str, body: dict[str, Any]) -> dict[str, Any]:
         self.seen.append(op)
         errors = self.refuse.get(op, [])
         error = errors.pop(0) if errors else None
         if error is not None:
             return {"error": ErrorBody(code=error.code, message=error.message).model_dump()}
         if op == "describe":
-            return {"result": {"protocol": 1, "name": "x", "run": None, "pid": 1, "rank": 0, "ranks": 1, "tensors": []}}
-        if op in ("audit",):
-            return {"result": {"digests": {}, "generation": 0}}
+            about = {"protocol": 1, "name": "x", "run": None, "pid": 1, "rank": 0, "ranks": 1}
+            return {"result": about | {"tensors": self.tensors}}
+        if op == "audit":
+            return {"result": {"digests": self.digests, "generation": self.status["generation"]}}
+        if op == "adopt":
+            self.status |= {"version": body["version"], "step": body["step"], "ready": True}
         return {"result": self.status}
