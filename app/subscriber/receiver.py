@@ -16,6 +16,7 @@ from app.chain import Chain
 from app.degraded import Degraded
 from app.events import EventBus
 from app.metrics import Metrics
+from app.subscriber.dense import DenseRequests
 from app.subscriber.engine import Engine, HalfWritten
 from app.subscriber.kinds import connect
 from app.subscriber.standing import Standing
@@ -23,7 +24,7 @@ from app.subscriber.targets import NoSource, Step, Targets, digests, is_unreadab
 from app.subscriber.units import UnitFiles
 from clients.protocol import ReceiverRegistration, ReceiverState
 from clients.rollout.protocol import ReceiverError, ReceiverGone
-from engine.errors import CodecError, DteError, InvalidInput, ProofError, StateConflict
+from engine.errors import DteError, InvalidInput, ProofError, StateConflict
 from engine.records.models import ChunkRef, CommitDecision
 from transports.errors import StoreUnavailable
 
@@ -63,8 +64,7 @@ class Receiver:
         self._connected = False
         self._kicked = asyncio.Event()
         self._stopping = False
-        self._asked: int | None = None
-        """The head at which a dense version was asked for last."""
+        self._dense = DenseRequests(targets, degraded, registration.name)
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -160,6 +160,7 @@ class Receiver:
 
     async def _bring_to(self, engine: Engine, head: CommitDecision) -> None:
         """Make the receiver hold `head`, by the cheapest way that is proven."""
+        await self._look(engine)
         converted = len((await asyncio.to_thread(engine.check_fits, head.tensors)).converted)
         if converted != self.standing.converted:
             self.standing.converted = converted
@@ -293,7 +294,7 @@ class Receiver:
                 if error.code == "chunk-damaged":
                     await self._targets.cache.discard(_refs(plan))
                 reasons.append(f"from version {plan[0].version}: {error.message}")
-                dense_helps &= self._dense_helps(error, plan[0].version)
+                dense_helps &= self._dense.helps(error, plan[0].version)
                 log.warning(
                     "receiver %s: resync from version %d failed: %s", self.standing.name, plan[0].version, error
                 )
@@ -304,9 +305,9 @@ class Receiver:
             self.standing.last_install_ms = {"resync": ms}
             self.standing.proven(engine.statuses, head.version, head.step)
             return
-        dense_helps &= all(self._dense_helps(error, None) for error in unread)
+        dense_helps &= all(self._dense.helps(error, None) for error in unread)
         if dense_helps:
-            await self._ask_for_dense(head)
+            await self._dense.ask(head)
         raise NoSource(
             f"nothing intact leads to version {head.version}" + (": " + "; ".join(reasons) if reasons else "."),
             remedy="The trainer's next version is asked to be dense; without a trainer restore the store's objects."
@@ -317,22 +318,6 @@ class Receiver:
     def _count_resync(self) -> None:
         self.standing.resyncs += 1
         self._metrics.resyncs.inc()
-
-    def _dense_helps(self, error: DteError, start: int | None) -> bool:
-        """Whether a dense version leads on where a resync from `start` (None: one that could not be read) ended in
-        `error`: objects are gone or damaged, or its chunks do not lead to its digests.
-
-        What ended on this node is asked about once only: else a receiver with a fault of its own would make every
-        version dense."""
-        if is_unreadable(error):
-            return True
-        lies_or_breaks = error.code in ("chunk-damaged", "wrong-result", CodecError.code, ProofError.code)
-        return lies_or_breaks and start is not None and (self._asked is None or start <= self._asked)
-
-    async def _ask_for_dense(self, head: CommitDecision) -> None:
-        if await self._targets.ask_for_dense(head):
-            self._degraded.count("no-intact-chain", detail=f"receiver {self.standing.name}, version {head.version}")
-        self._asked = head.version
 
     async def _watch(self, engine: Engine, known: int) -> None:
         """Return when there is something to do; ReceiverGone when the receiver's process ends.
@@ -353,14 +338,26 @@ class Receiver:
                 for task in (news, gone, kick):
                     task.cancel()
                 await asyncio.gather(news, gone, kick, return_exceptions=True)
-            statuses = await engine.refresh()
-            if self.standing.installed is not None and [s.generation for s in statuses] != self.standing.generations:
-                log.warning(
-                    "receiver %s: something else touched its weights; they are proven again", self.standing.name
-                )
-                self.standing.forget()
+            if not await self._look(engine):
                 return
         self._kicked.clear()
+
+    async def _look(self, engine: Engine) -> bool:
+        """Ask the ranks how they are. False if that ended the proof of their weights: somebody else wrote to them, or
+        they are no longer the version they were, such as while the engine has released their memory."""
+        try:
+            statuses = await engine.refresh()
+        except ReceiverError:
+            self.standing.forget()  # who cannot say what it is at is not at what it was
+            raise
+        at = self.standing.installed
+        if at is None or (
+            [s.generation for s in statuses] == self.standing.generations and all(s.version == at for s in statuses)
+        ):
+            return True
+        log.warning("receiver %s: its weights are no longer what was proven; they are proven again", self.standing.name)
+        self.standing.forget()
+        return False
 
     async def _rest_or_gone(self, engine: Engine, pause_s: float) -> None:
         gone = asyncio.ensure_future(engine.wait_gone())
@@ -385,7 +382,7 @@ class Receiver:
 
     def _note_failure(self, engine: Engine, error: DteError) -> None:
         standing = self.standing
-        if isinstance(error, StoreUnavailable) and standing.state is ReceiverState.IN_SYNC:
+        if isinstance(error, StoreUnavailable) and standing.state is ReceiverState.IN_SYNC and standing.ready:
             # Proven and, as far as anybody here can know, newest: worth serving while the store is away.
             self._degraded.count("store-unavailable", detail=f"receiver {standing.name}: {error}")
         elif engine.dirty:

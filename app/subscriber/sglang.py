@@ -30,7 +30,7 @@ from clients.rollout.protocol import (
     in_one_frame,
 )
 from clients.rollout.sglang.call import EngineCall, Hold, Stage
-from engine.errors import DteError, InvalidInput
+from engine.errors import InvalidInput
 from engine.records.models import TensorDigest
 
 log = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ class SglangEngine(Engine):
         logged, because another one is on its way."""
         try:
             await asyncio.shield(asyncio.ensure_future(self._go_on()))
-        except DteError as error:
+        except Exception as error:
             if not quietly:
                 raise
             log.warning("the engine was not let go on; its plugin, or its owner, does that: %s", error)

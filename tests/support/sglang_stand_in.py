@@ -89,8 +89,8 @@ class StandIn:
 
 
 class Rank:
-    """The socket of one rank with `tensors` and their `digests`. `status` is what it answers; `refuse`: operation → error, once each for
-    as many as there are (None: answered)."""
+    """The socket of one rank with `tensors` and their `digests`. `status` is what it answers; `refuse`: the errors of
+    an operation's next calls (None: it is answered)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,0 +1,105 @@
+"""A receiver is ready only while its ranks say themselves what they were proven to be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from app.chain import Chain
+from app.degraded import Degraded
+from app.events import EventBus
+from app.metrics import Metrics
+from app.subscriber.cache import ChunkCache
+from app.subscriber.receiver import Receiver
+from app.subscriber.targets import Targets
+from app.subscriber.units import UnitFiles
+from clients.protocol import ReceiverInfo, ReceiverRegistration, ReceiverState
+from clients.rollout.protocol import ReceiverError
+from tests.support.sglang_stand_in import Rank
+from tests.support.versions import Publisher, digest_of, metas_of
+from transports.store.local import LocalStore
+
+pytestmark = pytest.mark.anyio
+
+
+class World:
+    """A run with version 0, and one receiver that has it."""
+
+    def __init__(self, folder: Path, rank: Rank) -> None:
+        self.rank = rank
+        self.events = EventBus()
+        self.metrics = Metrics()
+        self.store = LocalStore(folder / "store")
+        degraded = Degraded(self.metrics)
+        cache = ChunkCache(
+            folder / "c", self.store, max_bytes=1 << 20, parallel=1, metrics=self.metrics, degraded=degraded
+        )
+        targets = Targets(Chain("r", self.store), cache)
+        self.receiver = Receiver(
+            ReceiverRegistration(name="a", run="r", sockets=[str(rank.path)]),
+            targets,
+            UnitFiles(targets, folder / "units", max_bytes=0),
+            owner="me",
+            fence=1,
+            events=self.events,
+            metrics=self.metrics,
+            degraded=degraded,
+        )
+
+    async def until(self, what: Callable[[ReceiverInfo], bool]) -> ReceiverInfo:
+        cursor = self.events.last_id
+        async with asyncio.timeout(30):
+            while not what(self.receiver.standing.info()):
+                found = await self.events.after(cursor, 0.2)
+                cursor = found[-1].id if found else cursor
+        return self.receiver.standing.info()
+
+    def audits(self) -> int:
+        return self.rank.seen.count("audit")
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    weights = np.arange(32, dtype=np.uint16)
+    async with Rank(tmp_path / "rank.sock") as rank:
+        rank.tensors = [{"names": ["w"], "shape": [4, 8], "dtype": "bfloat16", "held": 32}]
+        rank.digests = {"w": digest_of("w", weights)}
+        world = World(tmp_path, rank)
+        await Publisher(world.store, metas_of({"w": ((4, 8), "bfloat16")})).publish({"w": weights})
+        world.receiver.start()
+        await world.until(lambda i: i.ready)
+        yield world
+        await world.receiver.stop()
+        world.events.close()
+
+
+async def test_a_rank_that_has_lost_its_version_is_unready_until_it_is_proven_again(world: World) -> None:
+    """As while an engine has released its weights' memory: no number changes but the version."""
+    released = [ReceiverError("its memory is released", code="state-conflict") for _ in range(1000)]
+    world.rank.refuse["audit"] = list(released)
+    world.rank.status |= {"version": None, "step": None, "ready": False}
+    world.receiver.kick(1)
+    info = await world.until(lambda i: i.state is ReceiverState.FAILED)
+    assert (info.ready, info.installed) == (False, None)
+    assert "released" in info.last_error
+    world.receiver.kick(1)
+    seen = world.audits()
+    await world.until(lambda _: world.audits() > seen)
+    assert not world.receiver.standing.ready
+    world.rank.refuse.clear()
+    world.receiver.kick(1)
+    await world.until(lambda i: i.ready)
+    assert world.rank.status["version"] == 0
+
+
+async def test_a_rank_that_cannot_say_how_it_is_is_proven_again(world: World) -> None:
+    assert world.audits() == 1
+    world.rank.refuse["status"] = [ReceiverError("busy", code="receiver-error")]
+    world.receiver.kick(1)
+    await world.until(lambda i: not i.ready)
+    await world.until(lambda i: i.ready)
+    assert world.audits() == 2
