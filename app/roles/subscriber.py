@@ -6,24 +6,28 @@ One invariant: receivers are independent: nothing that happens to one delays, fa
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import socket
 import uuid
+from collections.abc import Sequence
 
 from fastapi import APIRouter
 
 from app.api.receivers import receivers_router
 from app.roles.base import Node, Role
 from app.subscriber.cache import ChunkCache
-from app.subscriber.kinds import check_reachable, check_registration
+from app.subscriber.kinds import check_reachable, check_registration, places
 from app.subscriber.prefetch import Prefetcher
 from app.subscriber.receiver import Receiver
 from app.subscriber.registry import Registry
 from app.subscriber.targets import Targets
 from app.subscriber.units import UnitFiles
-from clients.protocol import ReceiverInfo, ReceiverRegistration
-from engine.errors import StateConflict
+from clients.protocol import ReceiverInfo, ReceiverRegistration, ReceiverState
+from engine.errors import InvalidInput, StateConflict
+
+log = logging.getLogger(__name__)
 
 MAX_RECEIVERS = 256
 
@@ -49,6 +53,8 @@ class SubscriberRole(Role):
         self._configured = {r.name: r for r in settings.receivers}
         for registration in settings.receivers:
             check_registration(registration)
+        for number, registration in enumerate(settings.receivers):
+            _check_apart(registration, settings.receivers[:number])
         self._owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._receivers: dict[str, Receiver] = {}
         self._prefetchers: dict[str, Prefetcher] = {}
@@ -59,9 +65,15 @@ class SubscriberRole(Role):
         await self._cache.open()
         # Whatever lies there is a dead daemon's, and nobody reads it any more.
         await asyncio.to_thread(shutil.rmtree, self._units_dir, ignore_errors=True)
-        known = {r.name: r for r in await self._registry.load()} | self._configured
-        for registration in known.values():
-            self._add(registration)
+        remembered = [r for r in await self._registry.load() if _sensible(r)]
+        for registration in [*self._configured.values(), *reversed(remembered)]:
+            # What is driven from two ends is deposed for ever; the settings, then the newer registration, know better.
+            same = next((r for r in self._receivers.values() if _same(r.registration, registration)), None)
+            if same is None:
+                self._add(registration)
+            elif same.standing.name != registration.name:
+                log.warning("receiver %s is forgotten: it is %s", registration.name, same.standing.name)
+        await self._save()
         self._started = True
 
     async def stop(self) -> None:
@@ -85,7 +97,8 @@ class SubscriberRole(Role):
     async def register(self, registration: ReceiverRegistration) -> ReceiverInfo:
         """Take over a receiver; the same registration again only asks for attention.
 
-        InvalidInput for a kind this daemon does not drive, StateConflict if the name belongs to another living one.
+        InvalidInput for a kind this daemon does not drive, StateConflict if the name belongs to another living one, or
+        it is one that lives, or stands in the settings, under another name. It takes the place of one that is lost.
         """
         check_registration(registration)
         known = self._receivers.get(registration.name)
@@ -99,6 +112,9 @@ class SubscriberRole(Role):
                     existing.kick(self._registry.next_fence())
                     await self._save()
                 return existing.standing.info()
+            same = [r for r in self._receivers.values() if r is not existing and _same(r.registration, registration)]
+            lives = [r.registration for r in same if _lives(r) or r.registration.name in self._configured]
+            _check_apart(registration, lives)
             if existing is not None:
                 if existing.connected:
                     raise StateConflict(
@@ -106,9 +122,12 @@ class SubscriberRole(Role):
                         remedy="Give each receiver a name of its own, or end the other one first.",
                     )
                 await self._remove(existing)
-            elif len(self._receivers) >= MAX_RECEIVERS:
+            elif len(self._receivers) - len(same) >= MAX_RECEIVERS:
                 raise StateConflict(f"this daemon already drives {MAX_RECEIVERS} receivers.")
-            self._registry.next_fence()
+            for lost in same:
+                log.warning("receiver %s is registered anew as %s", lost.standing.name, registration.name)
+                await self._remove(lost)
+                self.node.events.publish("receiver-removed", run=lost.registration.run, receiver=lost.registration.name)
             receiver = self._add(registration)
             await self._save()
             self.node.events.publish("receiver-registered", run=registration.run, receiver=registration.name)
@@ -133,6 +152,7 @@ class SubscriberRole(Role):
         ]
 
     def _add(self, registration: ReceiverRegistration) -> Receiver:
+        """Drive it, with a fence of its own; the caller saves."""
         run = registration.run
         chain = self.node.chains.get(run)
         receiver = Receiver(
@@ -140,7 +160,7 @@ class SubscriberRole(Role):
             (targets := Targets(chain, self._cache)),
             UnitFiles(targets, self._units_dir / registration.name, max_bytes=self.node.settings.cache_bytes),
             owner=self._owner,
-            fence=self._registry.fence,
+            fence=self._registry.next_fence(),
             events=self.node.events,
             metrics=self.node.metrics,
             degraded=self.node.degraded,
@@ -167,3 +187,32 @@ class SubscriberRole(Role):
         """What the settings say is not written down, so that it ends when they no longer say it."""
         registrations = [r.registration for r in self._receivers.values()]
         await self._registry.save(r for r in registrations if self._configured.get(r.name) != r)
+
+
+def _sensible(registration: ReceiverRegistration) -> bool:
+    """False for what an earlier release accepted and this one would not."""
+    try:
+        check_registration(registration)
+    except InvalidInput as error:
+        log.error("receiver %s is forgotten: %s", registration.name, error)
+        return False
+    return True
+
+
+def _lives(receiver: Receiver) -> bool:
+    """True unless its process was not there, or could not be driven, when last tried."""
+    return receiver.connected or receiver.standing.state not in (ReceiverState.LOST, ReceiverState.FAILED)
+
+
+def _same(one: ReceiverRegistration, other: ReceiverRegistration) -> bool:
+    return one.name == other.name or bool(places(one) & places(other))
+
+
+def _check_apart(registration: ReceiverRegistration, others: Sequence[ReceiverRegistration]) -> None:
+    """StateConflict if another one has the same name, server or sockets."""
+    for other in others:
+        if _same(registration, other):
+            raise StateConflict(
+                f"receivers {other.name!r} and {registration.name!r} are one: they share a name, a server or a socket.",
+                remedy=f"Register each receiver once, or remove {other.name!r} first.",
+            )

@@ -5,6 +5,11 @@ One invariant: what cannot work is refused at registration, with the reason, whe
 
 from __future__ import annotations
 
+import os.path
+from urllib.parse import urlsplit
+
+import httpx
+
 from app.subscriber.engine import Engine
 from app.subscriber.sglang import SglangEngine, options_of
 from app.subscriber.sglang_server import SglangServer
@@ -13,12 +18,13 @@ from clients.protocol import ReceiverRegistration
 from clients.rollout.protocol import ReceiverGone
 from engine.errors import InvalidInput
 
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
 
 def check_registration(registration: ReceiverRegistration) -> None:
     """InvalidInput unless this daemon can drive such a receiver."""
     if registration.kind == "sglang":
-        if not registration.url or not registration.url.startswith(("http://", "https://")):
-            raise InvalidInput("a receiver of kind 'sglang' needs the `url` of its server.")
+        _place_of_server(registration.url or "")
         if registration.sockets:
             raise InvalidInput("a receiver of kind 'sglang' has no `sockets`: its server tells them.")
         options_of(registration)
@@ -30,6 +36,34 @@ def check_registration(registration: ReceiverRegistration) -> None:
     for path in registration.sockets:
         if not path.startswith("/") or "\0" in path or len(path) > 107:
             raise InvalidInput(f"not an absolute socket path: {path[:80]!r}.")
+
+
+def places(registration: ReceiverRegistration) -> frozenset[str]:
+    """Where the receiver is: two registrations with a place in common are of one and the same. InvalidInput if the
+    registration is none."""
+    if registration.kind == "sglang":
+        return frozenset({_place_of_server(registration.url or "")})
+    return frozenset(os.path.normpath(path) for path in registration.sockets)
+
+
+def _place_of_server(url: str) -> str:
+    """The server's address in one spelling; InvalidInput if it is not the address of one."""
+    remedy = "Give it as http://HOST:PORT, such as http://127.0.0.1:30000."
+    if not url.startswith(("http://", "https://")):
+        raise InvalidInput("a receiver of kind 'sglang' needs the `url` of its server.", remedy=remedy)
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+        httpx.URL(url)
+        if not host:
+            raise ValueError("it names no host")
+        if parts.query or parts.fragment:
+            raise ValueError("it has a query or a fragment")
+    except (ValueError, httpx.InvalidURL) as error:
+        raise InvalidInput(f"the `url` {url[:200]!r} is no server's address: {error}.", remedy=remedy) from None
+    host = "localhost" if host in _LOOPBACK else host
+    port = port if port is not None else {"http": 80, "https": 443}[parts.scheme]
+    return f"{parts.scheme}://{host}:{port}{parts.path.rstrip('/')}"
 
 
 async def check_reachable(registration: ReceiverRegistration) -> None:
