@@ -11,6 +11,7 @@ from typing import Any, Literal
 import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from clients.http import client_settings
 from clients.rollout.protocol import ReceiverError, ReceiverGone
 from clients.rollout.sglang.call import (
     KEY,
@@ -26,12 +27,14 @@ PauseMode = Literal["retract", "in_place", "abort"]
 
 
 class SglangOptions(BaseModel):
-    """`options` of a registration. `pause`: what becomes of running requests. `api_key_file`: has the server's key."""
+    """`options` of a registration. `pause`: what becomes of running requests. The files have the keys with which the
+    server was started; without a second one the first serves for everything."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     pause: PauseMode = "retract"
     api_key_file: Path | None = None
+    admin_api_key_file: Path | None = None
     timeout_s: float = 600.0
 
 
@@ -40,13 +43,10 @@ class SglangServer:
 
     def __init__(self, url: str, options: SglangOptions) -> None:
         self._url = url.rstrip("/")
-        headers = {}
-        if options.api_key_file is not None:
-            try:
-                headers["Authorization"] = f"Bearer {options.api_key_file.read_text().strip()}"
-            except OSError as error:
-                raise InvalidInput(f"the server's API key cannot be read: {error}.") from None
-        self._http = httpx.AsyncClient(base_url=self._url, headers=headers, timeout=httpx.Timeout(60.0, connect=5.0))
+        key = _key_in(options.api_key_file)
+        # Asking takes the first key only, whatever changes something the second one only, if the server has both.
+        self._keys = {"GET": key, "POST": _key_in(options.admin_api_key_file) or key}
+        self._http = httpx.AsyncClient(timeout=httpx.Timeout(60.0, connect=5.0), **client_settings(self._url, None))
         self._timeout_s = options.timeout_s
         self._model_path = ""
 
@@ -55,14 +55,24 @@ class SglangServer:
 
     async def discover(self) -> Announcement:
         """Where the server's ranks listen."""
-        info = await self._json("GET", "/server_info")
+        try:
+            info = await self._json("GET", "/server_info")
+        except ReceiverGone:
+            raise
+        except ReceiverError as error:
+            raise self._stranger(error.message) from None
+        for count in ("dp_size", "pp_size", "nnodes"):
+            if not isinstance(info.get(count, 1), int):
+                raise self._stranger(f"`{count}` is {info[count]!r:.50}")
         refused = _unsupported(info)
         if refused is not None:
             raise InvalidInput(
                 f"the server at {self._url} {refused}", remedy="See docs/sglang.md for what is supported."
             )
         states = info.get("internal_states") or [{}]
-        found = states[0].get(KEY) if isinstance(states[0], dict) else None
+        if not isinstance(states, list) or not isinstance(states[0], dict):
+            raise self._stranger("`internal_states` is no list of objects")
+        found = states[0].get(KEY)
         if found is None:
             raise InvalidInput(
                 f"the server at {self._url} runs without the dte plugin.",
@@ -115,21 +125,44 @@ class SglangServer:
         if response.status_code != 200:
             text = f"{method} {path} of {self._url} answered {response.status_code}: {response.text[:300]}"
             if response.status_code in (401, 403):
-                raise InvalidInput(text, remedy="Give the server's key with the option `api_key_file`.")
+                option = "api_key_file" if method == "GET" else "admin_api_key_file"
+                raise InvalidInput(text, remedy=f"Give the server's key with the option `{option}`.")
             if response.status_code >= 500:
                 raise ReceiverGone(text)
             raise ReceiverError(text)
         try:
             found = response.json()
         except ValueError:
-            raise InvalidInput(f"{path} of {self._url} is not JSON: is it an SGLang server?") from None
-        return found if isinstance(found, dict) else {}
+            raise self._stranger(f"{path} is not JSON") from None
+        if not isinstance(found, dict):
+            raise self._stranger(f"{path} is no JSON object")
+        return found
+
+    def _stranger(self, why: str) -> InvalidInput:
+        return InvalidInput(
+            f"{self._url} does not answer as an SGLang server: {why}.",
+            remedy="Give the address of an SGLang server, of a release that docs/sglang.md names.",
+        )
 
     async def _send(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> httpx.Response:
+        key = self._keys[method]
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        timeout = httpx.Timeout(timeout_s, connect=5.0)
         try:
-            return await self._http.request(method, path, json=body, timeout=httpx.Timeout(timeout_s, connect=5.0))
+            return await self._http.request(method, path, json=body, headers=headers, timeout=timeout)
         except httpx.HTTPError as error:
             raise ReceiverGone(f"{self._url}{path} does not answer: {type(error).__name__}: {error}") from None
+
+
+def _key_in(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        return file.read_text(encoding="ascii").strip()
+    except (OSError, ValueError) as error:
+        raise InvalidInput(
+            f"the server's API key cannot be read: {error}.", remedy="Name a file that holds the key and nothing else."
+        ) from None
 
 
 def _unsupported(info: dict[str, Any]) -> str | None:
