@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from app.subscriber.engine import Engine, HalfWritten
 from app.subscriber.jigsaw import Jigsaw
-from app.subscriber.sglang_server import SglangOptions, SglangServer
+from app.subscriber.sglang_server import PauseMode, SglangOptions, SglangServer
 from app.subscriber.units import UnitFiles
 from clients.protocol import ReceiverRegistration
 from clients.rollout.protocol import (
@@ -34,6 +34,9 @@ from engine.errors import InvalidInput
 from engine.records.models import TensorDigest
 
 log = logging.getLogger(__name__)
+
+_WHEN_BETWEEN: PauseMode = "retract"
+"""Whatever the option says: no cache of weights that are between versions may be decoded with, and no request lost."""
 
 
 def options_of(registration: ReceiverRegistration) -> SglangOptions:
@@ -129,7 +132,7 @@ class SglangEngine(Engine):
         start = time.perf_counter()
         await self._all(lambda link: link.call("stage", Stage(targets=in_one_frame(targets)), Status))
         await self._stage_units(jigsaw, last.version, last.tensors, {})
-        async with self._paused():
+        async with self._paused(_WHEN_BETWEEN):
             await self._call("resync", last.version)
             found = await self._all(lambda link: link.audit(list(last.tensors)))
             self._require(jigsaw, found, last)
@@ -141,7 +144,7 @@ class SglangEngine(Engine):
         """All ranks commit, or all roll back, in one update call."""
         start = time.perf_counter()
         try:
-            async with self._paused():
+            async with self._paused(self._options.pause):
                 started = time.perf_counter()
                 await self._call("commit", version)
                 commit_ms = (time.perf_counter() - started) * 1e3
@@ -154,7 +157,7 @@ class SglangEngine(Engine):
     async def _clean_up(self) -> None:
         statuses = await self.refresh()
         if any(s.phase in ("writing", "written") for s in statuses):
-            async with self._paused():
+            async with self._paused(_WHEN_BETWEEN):
                 try:
                     await self._call("rollback", 0)
                 except (ReceiverError, HalfWritten) as error:
@@ -167,13 +170,13 @@ class SglangEngine(Engine):
         await self.refresh()
 
     @asynccontextmanager
-    async def _paused(self) -> AsyncIterator[None]:
+    async def _paused(self, mode: PauseMode) -> AsyncIterator[None]:
         """Generation stands still inside the block, and goes on after it unless a rank is between two versions."""
         hold = Hold(held=True, patience_s=2 * self._options.timeout_s)
         await self._links[0].call("hold", hold, Status)
         start = time.perf_counter()
         try:
-            await self._server.pause(self._options.pause)
+            await self._server.pause(mode)
             yield
         except BaseException:
             await self._shielded(quietly=True)
@@ -213,7 +216,7 @@ class SglangEngine(Engine):
             version=version,
             owner=self._owner,
             fence=self._fence,
-            keep_cache=self._options.pause == "in_place",
+            keep_cache=op == "commit" and self._options.pause == "in_place",
         )
         answer = await self._server.update(call, str(version) if op in ("commit", "finalize") else None)
         error = answer.error

@@ -110,3 +110,25 @@ async def test_an_engine_that_was_taken_over_while_it_was_paused_is_left_alone(s
     assert server.ops() == ["pause-retract", "commit"]
     assert rank.seen.count("hold") == 1
     await engine.aclose()
+
+
+@pytest.mark.parametrize("pause", ["abort", "in_place"])
+async def test_the_option_is_for_commits_and_a_resync_retracts(server: StandIn, rank: Rank, pause: str) -> None:
+    rank.status["phase"] = "written"
+
+    def update(call: dict[str, Any]) -> EngineAnswer:
+        rank.status["phase"] = "clean"
+        return EngineAnswer(phases=["clean"])
+
+    server.update = update
+    engine = await reach(server, pause=pause)
+    await engine.resync([target(3)])
+    await engine._write(4, engine._links)
+    assert server.ops() == [
+        "pause-retract", "rollback", "continue",
+        "pause-retract", "resync", "finalize", "continue",
+        f"pause-{pause}", "commit", "continue",
+    ]  # fmt: skip
+    calls = [body["manifest"]["dte"] for path, body in server.said if path == "/update_weights_from_disk"]
+    assert {c["op"] for c in calls if c["keep_cache"]} == ({"commit"} if pause == "in_place" else set())
+    await engine.aclose()
