@@ -55,6 +55,7 @@ STATUS: dict[type[DteError], HTTPStatus] = {
 STATUS_OF_CODE: dict[str, HTTPStatus] = {
     "revoked": HTTPStatus.CONFLICT,
     "hold-timeout": HTTPStatus.CONFLICT,
+    "no-room": HTTPStatus.INSUFFICIENT_STORAGE,
     "shared-memory": HTTPStatus.UNPROCESSABLE_ENTITY,
     "shared-memory-full": HTTPStatus.INSUFFICIENT_STORAGE,
     "shared-memory-invalid": HTTPStatus.UNPROCESSABLE_ENTITY,

@@ -21,7 +21,7 @@ from app.subscriber.engine import Engine, HalfWritten
 from app.subscriber.kinds import connect
 from app.subscriber.standing import Standing
 from app.subscriber.targets import NoSource, Step, Targets, digests, is_unreadable
-from app.subscriber.units import UnitFiles
+from app.subscriber.units import NoRoom, UnitFiles
 from clients.protocol import ReceiverRegistration, ReceiverState
 from clients.rollout.protocol import ReceiverError, ReceiverGone
 from engine.errors import DteError, InvalidInput, ProofError, StateConflict
@@ -300,6 +300,8 @@ class Receiver:
                 )
                 if not engine.dirty:
                     self.standing.restore(engine.statuses)
+                if isinstance(error, NoRoom):
+                    raise  # from any other start it would need as much
                 continue
             self._count_resync()
             self.standing.last_install_ms = {"resync": ms}

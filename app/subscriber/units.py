@@ -16,13 +16,19 @@ from app.rebuilding import Rebuilder, Source
 from app.subscriber.targets import NoSource, Step, Targets
 from clients.rollout.sglang.call import StageUnit, UnitTensor
 from engine.commit.launch import tensor_lanes
-from engine.errors import CodecError, DteError, ProofError, StateConflict
+from engine.errors import CodecError, DteError, ProofError
 from engine.records.models import CommitDecision, TensorDigest
 from transports.errors import StoreError
 
 log = logging.getLogger(__name__)
 
 ALIGN = 64
+
+
+class NoRoom(DteError):
+    """The converted tensors do not fit on this node's disk. Nothing that the trainer could send would change that."""
+
+    code = "no-room"
 
 
 class UnitFiles:
@@ -37,7 +43,7 @@ class UnitFiles:
     async def written(self, version: int, units: Sequence[Sequence[str]]) -> AsyncGenerator[StageUnit]:
         """Every unit in a file of its own, which is gone when the next one is asked for.
 
-        A start that is missing or damaged is passed over for an older one; NoSource if none is left. StateConflict if
+        A start that is missing or damaged is passed over for an older one; NoSource if none is left. NoRoom if
         it would take more than `max_bytes`, or the disk is full.
         """
         if not units:
@@ -46,7 +52,7 @@ class UnitFiles:
         metas = {t.name: t for t in commit.tensors}
         need = sum(_place([metas[name] for name in unit])[1] for unit in units)
         if need > self._max_bytes:
-            raise StateConflict(
+            raise NoRoom(
                 f"the tensors that the engine converts take {need} bytes on the disk, {self._max_bytes} are allowed.",
                 remedy="Raise cache_bytes, or serve the policy in the dtype in which it is trained.",
             )
@@ -114,7 +120,7 @@ def _write(rebuilt: Rebuilder, names: Sequence[str], path: Path) -> StageUnit:
                 file.seek(offset)
                 file.write(rebuilt.tensor(t.name).data)
     except OSError as error:
-        raise StateConflict(f"{path} cannot be written: {error.strerror}.", remedy="Make room in data_dir.") from None
+        raise NoRoom(f"{path} cannot be written: {error.strerror}.", remedy="Make room in data_dir.") from None
     placed = [
         UnitTensor(name=t.name, shape=t.shape, dtype=t.dtype, digest=t.digest, offset=offset)
         for t, offset in zip(tensors, offsets, strict=True)

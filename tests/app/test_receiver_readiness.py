@@ -14,12 +14,15 @@ from app.degraded import Degraded
 from app.events import EventBus
 from app.metrics import Metrics
 from app.subscriber.cache import ChunkCache
+from app.subscriber.dense import DenseRequests
 from app.subscriber.receiver import Receiver
-from app.subscriber.targets import Targets
-from app.subscriber.units import UnitFiles
+from app.subscriber.targets import NoSource, Targets
+from app.subscriber.units import NoRoom, UnitFiles
 from clients.protocol import ReceiverInfo, ReceiverRegistration, ReceiverState
 from clients.rollout.protocol import ReceiverError
-from tests.support.sglang_stand_in import Rank
+from engine.errors import ProofError
+from engine.records import keys
+from tests.support.sglang_stand_in import GOOD, Rank, StandIn
 from tests.support.versions import Publisher, digest_of, metas_of
 from transports.store.local import LocalStore
 
@@ -29,18 +32,18 @@ pytestmark = pytest.mark.anyio
 class World:
     """A run with version 0, and one receiver that has it."""
 
-    def __init__(self, folder: Path, rank: Rank) -> None:
+    def __init__(self, folder: Path, rank: Rank, registration: ReceiverRegistration) -> None:
         self.rank = rank
         self.events = EventBus()
         self.metrics = Metrics()
         self.store = LocalStore(folder / "store")
         degraded = Degraded(self.metrics)
-        cache = ChunkCache(
+        self.cache = ChunkCache(
             folder / "c", self.store, max_bytes=1 << 20, parallel=1, metrics=self.metrics, degraded=degraded
         )
-        targets = Targets(Chain("r", self.store), cache)
+        targets = Targets(Chain("r", self.store), self.cache)
         self.receiver = Receiver(
-            ReceiverRegistration(name="a", run="r", sockets=[str(rank.path)]),
+            registration,
             targets,
             UnitFiles(targets, folder / "units", max_bytes=0),
             owner="me",
@@ -68,7 +71,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     async with Rank(tmp_path / "rank.sock") as rank:
         rank.tensors = [{"names": ["w"], "shape": [4, 8], "dtype": "bfloat16", "held": 32}]
         rank.digests = {"w": digest_of("w", weights)}
-        world = World(tmp_path, rank)
+        world = World(tmp_path, rank, ReceiverRegistration(name="a", run="r", sockets=[str(rank.path)]))
         await Publisher(world.store, metas_of({"w": ((4, 8), "bfloat16")})).publish({"w": weights})
         world.receiver.start()
         await world.until(lambda i: i.ready)
@@ -103,3 +106,38 @@ async def test_a_rank_that_cannot_say_how_it_is_is_proven_again(world: World) ->
     await world.until(lambda i: not i.ready)
     await world.until(lambda i: i.ready)
     assert world.audits() == 2
+
+
+async def test_a_full_disk_asks_no_trainer_for_a_dense_version(tmp_path: Path) -> None:
+    """Its weights are no version's, so that it is resynced, for which its converted tensor has no room."""
+    server = StandIn()
+    form = {"shape": [4, 8], "dtype": "bfloat16"}
+    async with Rank(tmp_path / "rank.sock") as rank:
+        announced = {"protocol": 1, "boot": "b", "sockets": [str(rank.path)], "error": None}
+        server.info = GOOD | {"internal_states": [{"dte": announced}]}
+        rank.tensors = [{"names": ["w"], "held": 32, **form}]
+        rank.units = [{"tensors": [{"names": ["q"], **form}], "parameters": ["p"]}]
+        rank.digests = {"w": "0" * 16}
+        world = World(tmp_path, rank, ReceiverRegistration(name="a", kind="sglang", run="r", url=server.url))
+        await world.cache.open()
+        weights = {n: np.full(32, i, np.uint16) for i, n in enumerate("wq")}
+        await Publisher(world.store, metas_of(dict.fromkeys("wq", ((4, 8), "bfloat16")))).publish(weights)
+        world.receiver.start()
+        info = await world.until(lambda i: i.state is ReceiverState.FAILED)
+        assert "cache_bytes" in info.last_error
+        assert not info.ready
+        assert await world.store.head(keys.dense_request("r", 0)) is None
+        await world.receiver.stop()
+        world.events.close()
+    server.close()
+
+
+def test_no_room_is_nothing_that_a_dense_version_helps(tmp_path: Path) -> None:
+    metrics = Metrics()
+    store = LocalStore(tmp_path)
+    cache = ChunkCache(tmp_path, store, max_bytes=0, parallel=1, metrics=metrics, degraded=Degraded(metrics))
+    requests = DenseRequests(Targets(Chain("r", store), cache), Degraded(metrics), "a")
+    assert not requests.helps(NoRoom("full"), None)
+    assert not requests.helps(NoRoom("full"), 0)
+    assert requests.helps(NoSource("gone"), None)
+    assert requests.helps(ProofError("lies"), 0)

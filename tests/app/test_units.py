@@ -16,11 +16,11 @@ from app.metrics import Metrics
 from app.subscriber.cache import ChunkCache
 from app.subscriber.jigsaw import Jigsaw
 from app.subscriber.targets import NoSource, Targets
-from app.subscriber.units import UnitFiles
+from app.subscriber.units import NoRoom, UnitFiles
 from clients.rollout.protocol import Description
 from clients.rollout.sglang.call import StageUnit
 from engine.codec.chunk import ChunkHeader, encode
-from engine.errors import InvalidInput, LayoutError, StateConflict
+from engine.errors import InvalidInput, LayoutError
 from engine.layout.algebra import identity
 from engine.records import keys, record_bytes, sha256_hex
 from tests.support.versions import Publisher, State, changed, digest_of, item, metas_of
@@ -207,7 +207,7 @@ async def lie(world: World, version: int) -> None:
 
 async def test_what_would_take_too_much_of_the_disk_is_refused_before_anything_is_written(world: World) -> None:
     await world.versions(1)
-    with pytest.raises(StateConflict, match="cache_bytes"):
+    with pytest.raises(NoRoom, match="cache_bytes"):
         await world.read(0, [["q", "k"]], max_bytes=500)
     assert not (world.folder / "units").exists()
 
@@ -219,7 +219,7 @@ async def test_a_full_disk_is_said(world: World, monkeypatch: pytest.MonkeyPatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(StateConflict, match="No space left"):
+    with pytest.raises(NoRoom, match="No space left"):
         await world.read(0, [["q", "k"]])
     assert list((world.folder / "units").iterdir()) == []
 

@@ -89,8 +89,8 @@ class StandIn:
 
 
 class Rank:
-    """The socket of one rank with `tensors` and their `digests`. `status` is what it answers; `refuse`: the errors of
-    an operation's next calls (None: it is answered)."""
+    """The socket of one rank with `tensors`, their `digests`, and converter `units`. `status` is what it answers;
+    `refuse`: the errors of an operation's next calls (None: it is answered)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -98,6 +98,7 @@ class Rank:
             "phase": "clean", "version": None, "step": None, "target": None, "generation": 0, "fence": 1, "ready": False
         }  # fmt: skip
         self.tensors: list[dict[str, Any]] = []
+        self.units: list[dict[str, Any]] = []
         self.digests: dict[str, str] = {}
         self.refuse: dict[str, list[ReceiverError | None]] = {}
         self.seen: list[str] = []
@@ -133,7 +134,7 @@ class Rank:
             return {"error": ErrorBody(code=error.code, message=error.message).model_dump()}
         if op == "describe":
             about = {"protocol": 1, "name": "x", "run": None, "pid": 1, "rank": 0, "ranks": 1}
-            return {"result": about | {"tensors": self.tensors}}
+            return {"result": about | {"tensors": self.tensors, "units": self.units}}
         if op == "audit":
             return {"result": {"digests": self.digests, "generation": self.status["generation"]}}
         if op == "adopt":
