@@ -211,6 +211,7 @@ async def _export(
 def _write_all(plan: _Plan, rebuilt: Rebuilder, scratch: Path, partial: Path) -> Exported:
     decision = rebuilt.decision
     metas = [rebuilt.meta(name) for name in rebuilt.order]
+    _check_config(plan.config, rebuilt)
     total = sum(size_of(m) for m in metas)
     shards = plan_shards(metas, plan.shard_bytes)
     whole = partial / "checkpoint"
@@ -281,13 +282,16 @@ def _write_shard(rebuilt: Rebuilder, members: Sequence[TensorDigest], path: Path
     from safetensors.torch import save_file
 
     spans = [-(-size_of(m) // 8) * 8 for m in members]  # aligned, for dtypes of up to 8 bytes
-    held = np.memmap(scratch, np.uint8, "w+", shape=(max(8, sum(spans)),))
+    size = max(8, sum(spans))
+    with scratch.open("xb") as file:
+        os.posix_fallocate(file.fileno(), 0, size)  # on a full disk an error here, not a signal at a mapped hole
+    held = np.memmap(scratch, np.uint8, "r+", shape=(size,))
     tensors: dict[str, torch.Tensor] = {}
     at = 0
     for meta, span in zip(members, spans, strict=True):
-        size = size_of(meta)
-        held[at : at + size] = rebuilt.tensor(meta.name).view(np.uint8)[:size]
-        flat = torch.from_numpy(held[at : at + size])
+        end = at + size_of(meta)
+        held[at:end] = rebuilt.tensor(meta.name).view(np.uint8)[: end - at]
+        flat = torch.from_numpy(held[at:end])
         tensors[meta.name] = flat.view(getattr(torch, meta.dtype)).reshape(tuple(meta.shape))
         at += span
     save_file(tensors, path, metadata={"format": "pt"})
@@ -318,6 +322,30 @@ def _digests(path: Path) -> Iterator[tuple[str, tuple[int, ...], str, str]]:
             lanes = np.ascontiguousarray(data).view(np.uint16)
             digest = to_hex(digest_array(DigestKey.for_tensor(name), lanes))
             yield name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), digest
+
+
+def _check_config(config: Mapping[str, Any], rebuilt: Rebuilder) -> None:
+    """InvalidInput if an engine that goes by this configuration would not load the version's weights as they are."""
+    if config.get("quantization_config"):
+        raise InvalidInput(
+            "the base's config.json has a `quantization_config`, but the version's weights are not quantized.",
+            remedy="Give a base of the unquantized model, or remove that key from a copy of the base.",
+        )
+    if not config.get("tie_word_embeddings"):
+        return
+    shared = {n: rebuilt.meta(n) for n in rebuilt.order if n.endswith(("lm_head.weight", "embed_tokens.weight"))}
+    heads = [m for n, m in shared.items() if n.endswith("lm_head.weight")]
+    embeddings = [m for n, m in shared.items() if n.endswith("embed_tokens.weight")]
+    if len(heads) != 1 or len(embeddings) != 1:
+        return
+    head, embedding = heads[0], embeddings[0]
+    same = (tuple(head.shape), head.dtype) == (tuple(embedding.shape), embedding.dtype)
+    if not same or not np.array_equal(rebuilt.tensor(head.name), rebuilt.tensor(embedding.name)):
+        raise InvalidInput(
+            f"the base's config.json ties the word embeddings, but {head.name!r} and {embedding.name!r} differ: an "
+            "engine would serve the embeddings in place of the head.",
+            remedy="Give a base whose config.json has `tie_word_embeddings` false.",
+        )
 
 
 def _notes(config: Mapping[str, Any], metas: Sequence[TensorDigest]) -> Iterator[str]:

@@ -209,6 +209,50 @@ def test_a_disk_that_fails_is_said_and_leaves_nothing(run: Run, monkeypatch: pyt
     assert run.left_over() == []
 
 
+def test_a_full_disk_is_said_before_the_shard_is_gathered(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(np, "memmap", None)
+    with pytest.raises(ExportFailed, match="No space left"):
+        run.export()
+    assert run.left_over() == []
+
+
+def test_a_configuration_for_quantized_weights_is_refused(run: Run) -> None:
+    (run.base / "config.json").write_text('{"quantization_config": {"bits": 4}}')
+    with pytest.raises(InvalidInput, match="quantization_config"):
+        run.export()
+    assert run.left_over() == []
+
+
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_embeddings_that_differ_are_refused(tmp_path: Path, tied: bool, same: bool) -> None:
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    state = {n: np.arange(24, dtype=np.uint16) for n in names}
+    if not same:
+        state[names[1]][7] ^= 1
+
+    async def publish() -> None:
+        async with LocalStore(tmp_path / "store") as store:
+            await Publisher(store, metas_of(dict.fromkeys(names, ((6, 4), "bfloat16")))).publish(state)
+
+    asyncio.run(publish())
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
+    out = tmp_path / "out"
+    options = {"store": str(tmp_path / "store"), "run": "r", "base": base, "token": None}
+    if tied and not same:
+        with pytest.raises(InvalidInput, match="ties the word embeddings"):
+            run_export("0", out, **options)
+        assert not out.exists()
+    else:
+        assert run_export("0", out, **options).tensors == 2
+
+
 def test_what_exists_is_never_overwritten(run: Run) -> None:
     run.out.mkdir()
     with pytest.raises(InvalidInput, match="exists"):
