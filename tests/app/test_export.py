@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -244,7 +245,7 @@ def test_tied_embeddings_that_differ_are_refused(tmp_path: Path, tied: bool, sam
     base.mkdir()
     (base / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
     out = tmp_path / "out"
-    options = {"store": str(tmp_path / "store"), "run": "r", "base": base, "token": None}
+    options: dict[str, Any] = {"store": str(tmp_path / "store"), "run": "r", "base": base, "token": None}
     if tied and not same:
         with pytest.raises(InvalidInput, match="ties the word embeddings"):
             run_export("0", out, **options)
