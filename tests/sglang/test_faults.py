@@ -237,7 +237,7 @@ def test_only_the_owner_may_commit(server: Server, driver: Driver) -> None:
 def test_an_engine_whose_daemon_died_while_it_was_paused_goes_on_by_itself(server: Server, driver: Driver) -> None:
     async def main() -> None:
         engine = await at_version_0(driver)
-        paused = engine._paused()
+        paused = engine._paused("retract")
         await paused.__aenter__()
         await engine.aclose()  # and never comes back
 
