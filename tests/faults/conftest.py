@@ -33,7 +33,7 @@ class Shared:
             self.cluster = None
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
     found = Shared(tmp_path_factory)
     yield found
