@@ -87,6 +87,8 @@ class RankState:
         self.registration = registration
         self.spool = spool
         self.epoch: int | None = None if known is None else known.epoch
+        self.taken: int | None = None
+        """A number at which a part of an earlier life of this rank stands."""
         self.last_step = registration.step
         self.in_flight: int | None = None
         self.promised: int | None = None

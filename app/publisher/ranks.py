@@ -121,6 +121,8 @@ class RankSession:
         state.check_superseded()
         if state.undecided is not None:
             return Cut(epoch=epoch, version=None, reason=f"version {state.undecided} is not decided yet")
+        if state.taken == state.chain.next_version:
+            return Cut(epoch=epoch, version=None, reason=f"version {state.taken} has an older part of this rank")
         if self._busy or not self._queue.empty():
             return Cut(epoch=epoch, version=None, reason="an earlier sync is still being read")
         try:

@@ -129,10 +129,22 @@ class Registrar:
         state.unbegun = False
         await state.release(state.registration.hold)
         number = state.chain.next_version
+        await until_stored(state.node.degraded, "parts", self._find_own_part)
         if state.chain.state.first and state.epoch == state.chain.state.epoch:
             # The others may wait for this rank's part of the epoch's first version; it will never come.
             self._flights.abandon(number, "revoked")
         await state.finish(job_id, JobState.ACCUMULATED)
+
+    async def _find_own_part(self) -> None:
+        """A part of this rank's that no spool remembers may stand at the next number: it is not tried again. If it is
+        the last one, that number is a version; else whoever has none there aborts it, or sends its own."""
+        state = self._state
+        assert state.epoch is not None
+        number = state.chain.next_version
+        if state.registration.rank not in await state.chain.parts(number, state.epoch):
+            return
+        state.taken = number
+        await state.committer.try_commit(number)
 
     async def _adopt(self, job_id: str) -> None:
         """Go on after a restart: jobs and the version in flight are those of the spool."""

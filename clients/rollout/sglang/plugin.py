@@ -6,8 +6,10 @@ engine, and an engine we cannot serve goes on serving requests and says why thro
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import logging
+import multiprocessing
 import os
 import stat
 import sys
@@ -44,6 +46,7 @@ _PARTS = "sglang.srt.managers.scheduler_components"
 _UPDATER = f"{_PARTS}.weight_updater.SchedulerWeightUpdaterManager"
 _STATE = f"{_PARTS}.internal_state.SchedulerInternalStateController"
 _FRONT = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_FRONT_UPDATE = "_wait_for_model_update_from_disk"
 _NAMESPACE = "_maybe_namespace_elastic_radix_cache"
 _WRITERS = (
     "update_weights_from_distributed",
@@ -325,17 +328,22 @@ def _has(owner: str, name: str) -> bool:
 
 
 def register() -> None:
-    """Register the hooks. Called once in each process of the engine; all but schedulers have nothing to hook."""
+    """Register the hooks. Called once in each process of the engine; only the front and the schedulers have some."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if multiprocessing.parent_process() is None:
+        # The front process registers before it has loaded what it serves with.
+        importlib.import_module(_FRONT.rpartition(".")[0])
+        if _has(_FRONT, _FRONT_UPDATE):
+            HookRegistry.register(f"{_FRONT}.{_FRONT_UPDATE}", Front().update, HookType.AROUND)
     if _SCHEDULER.rpartition(".")[0] not in sys.modules:
         return
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     plugin = Plugin()
     HookRegistry.register(f"{_SCHEDULER}.__init__", plugin.scheduler_built, HookType.AFTER)
     optional: tuple[tuple[str, str, Callable[..., Any], HookType], ...] = (
         (_SCHEDULER, _NAMESPACE, plugin.namespaced, HookType.AFTER),
         (_UPDATER, "check_weights", plugin.checker, HookType.AROUND),
-        (_FRONT, "_wait_for_model_update_from_disk", Front().update, HookType.AROUND),
     )
     for owner, name, hook, kind in optional:
         if _has(owner, name):
