@@ -77,14 +77,16 @@ def command(python: Path, model: Path, port: int, *, requests: int, seed: int) -
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """A server's environment: one thread, as the trainer needs the other cores, and its files below `folder`."""
+    """A server's environment: one thread, as the trainer needs the other cores, and its files below `folder`.
+
+    Its sockets are where the plugin puts them by itself: below a long `folder` their paths could be too long.
+    """
     kept = {k: v for k, v in os.environ.items() if not k.upper().startswith(("DTE_", "PYTHON"))}
     return {
         **kept,
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than a demo
         "HF_HUB_OFFLINE": "1",
-        "DTE_SGLANG_SOCKET_DIR": str(folder / "sockets"),
         "DTE_SGLANG_CACHE_DIR": str(folder / "layouts"),
     }
 

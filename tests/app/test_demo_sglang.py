@@ -244,7 +244,7 @@ def test_a_server_gets_neither_our_python_nor_other_daemons_variables(tmp_path: 
     found = environment(tmp_path)
     assert not [k for k in found if k.startswith("PYTHON")]
     ours = {k: v for k, v in found.items() if k.startswith("DTE_")}
-    assert set(ours) == {"DTE_SGLANG_SOCKET_DIR", "DTE_SGLANG_CACHE_DIR"}
+    assert set(ours) == {"DTE_SGLANG_CACHE_DIR"}
     assert all(Path(v).is_relative_to(tmp_path) for v in ours.values())
     line = command(Path("/x/python"), Path("/m"), 5, requests=16, seed=3)
     assert line[:3] == ["/x/python", "-m", "sglang.launch_server"]
