@@ -129,7 +129,7 @@ class Registrar:
         state.unbegun = False
         await state.release(state.registration.hold)
         number = state.chain.next_version
-        await until_stored(state.node.degraded, "parts", self._find_own_part)
+        await self._find_own_part()
         if state.chain.state.first and state.epoch == state.chain.state.epoch:
             # The others may wait for this rank's part of the epoch's first version; it will never come.
             self._flights.abandon(number, "revoked")
@@ -138,13 +138,13 @@ class Registrar:
     async def _find_own_part(self) -> None:
         """A part of this rank's that no spool remembers may stand at the next number: it is not tried again. If it is
         the last one, that number is a version; else whoever has none there aborts it, or sends its own."""
-        state = self._state
-        assert state.epoch is not None
+        state, epoch = self._state, self._state.epoch
+        assert epoch is not None
         number = state.chain.next_version
-        if state.registration.rank not in await state.chain.parts(number, state.epoch):
-            return
-        state.taken = number
-        await state.committer.try_commit(number)
+        parts = await until_stored(state.node.degraded, "parts", lambda: state.chain.parts(number, epoch))
+        if state.registration.rank in parts:
+            state.taken = number
+            await until_stored(state.node.degraded, "decision", lambda: state.committer.try_commit(number))
 
     async def _adopt(self, job_id: str) -> None:
         """Go on after a restart: jobs and the version in flight are those of the spool."""
@@ -156,6 +156,8 @@ class Registrar:
         if version is not None:
             owners = [k for k, v in state.records.items() if v.job.version == version and not v.job.state.final]
             self._flights.deliver(owners[-1] if owners else job_id, version, {})
+        elif state.ended is None:
+            await self._find_own_part()  # what an earlier life found out is not in the spool
         for key, record in list(state.records.items()):
             job = record.job
             waits = record.sync is not None and job.state in (JobState.QUEUED, JobState.READING)

@@ -158,10 +158,12 @@ class ReceiverCore:
     def status(self, _: p.Empty | None = None) -> p.Status:
         """Never waits for an operation in progress. Weights that cannot be used just now are no version."""
         if self._op.acquire(blocking=False):
+            known = self._generation
             try:
                 self._look()
             except DteError as error:
-                log.warning("receiver %s: %s", self.name, error)
+                if self._generation != known:  # said once, however often it is asked
+                    log.warning("receiver %s: %s", self.name, error)
             finally:
                 self._op.release()
         applier = self._applier
@@ -361,8 +363,9 @@ class ReceiverCore:
             # Once for each change, though it may take many looks until the tensors can be bound.
             self._seen = (places, writes)
             self._generation += 1
+            if places != self._places:
+                log.warning("receiver %s: the engine replaced tensors; they are proven again", self.name)
         if places != self._places:
-            log.warning("receiver %s: the engine replaced tensors; they are proven again", self.name)
             self._applier.rebind(self._weights.live())
         self._places, self._writes = places, writes
 

@@ -68,6 +68,11 @@ def test_with_a_version_in_flight(cluster: Cluster, delivered: bool) -> None:
         # It joins again while its old part may still be committed, and then it is.
         cluster.train(3)
         assert cluster.decision(version) is None
+        # Its next life knows of the old part again.
+        cluster.kill_daemon(1)
+        cluster.restart_daemon(1)
+        cluster.train(3)
+        assert cluster.decision(version) is None
     cluster.clear_holds()
     cluster.settle()
     head = after_all(cluster)

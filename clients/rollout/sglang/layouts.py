@@ -97,9 +97,10 @@ def find_layouts(
         except InvalidInput as error:
             log.info("no table fits this configuration: probing (%s)", error.message)
         else:
-            odd = _misfit(model, table) or _other_shape(table, Path(path))
+            stored = _stored(Path(path))
+            odd = _misfit(model, table) or _other_shape(table, stored)
             if odd is None:
-                return Found(_published(model, table, Path(path), trained_in), {})
+                return Found(_published(model, table, stored, trained_in), {})
             log.info("the engine keeps %r otherwise than its table says: probing", odd)
     tensors = checkpoint_tensors(Path(path))
     shape = dict(zip(("tp_rank", "tp_size", "ep_rank", "ep_size"), ranks, strict=True))
@@ -124,20 +125,21 @@ def find_layouts(
 
 
 def _published(
-    model: nn.Module, table: Mapping[str, Sequence[Placement]], folder: Path, trained_in: str | None
+    model: nn.Module,
+    table: Mapping[str, Sequence[Placement]],
+    stored: Mapping[str, TensorMeta],
+    trained_in: str | None,
 ) -> Mapping[str, Sequence[Placement]]:
     """The table with the dtypes in which tensors are published: the checkpoint's if it has 16 bits, else the engine's
     (a trainer that keeps FP32 masters publishes what is served)."""
     forced = os.environ.get(PUBLISHED)
     if forced is not None and forced not in _DTYPES.values():
         raise InvalidInput(f"{PUBLISHED} is {forced!r}, not one of {', '.join(_DTYPES.values())}.")
-    files = folder.is_dir() and any(folder.glob("*.safetensors"))
-    stored = {t.name: t.dtype for t in checkpoint_tensors(folder)} if files else {}
     live = {name: dtype_name(tensor.dtype) for name, tensor in model.named_parameters()}
 
     def one(name: str, placement: Placement) -> Placement:
         meta = placement.tensor
-        dtype = forced or stored.get(meta.name, trained_in)
+        dtype = forced or (stored[meta.name].dtype if meta.name in stored else trained_in)
         if dtype not in _HALF and dtype != forced:
             dtype = live[name]
         return Placement(meta.model_copy(update={"dtype": dtype}), placement.layout)
@@ -154,14 +156,16 @@ def _misfit(model: nn.Module, table: Mapping[str, Sequence[Placement]]) -> str |
     return None
 
 
-def _other_shape(table: Mapping[str, Sequence[Placement]], folder: Path) -> str | None:
-    """A tensor that the checkpoint, if it is here, has in another shape: engines pad the configuration, too."""
-    if not any(folder.glob("*.safetensors")):
-        return None
-    shapes = {t.name: tuple(t.shape) for t in checkpoint_tensors(folder)}
+def _stored(folder: Path) -> dict[str, TensorMeta]:
+    """The checkpoint's tensors, if it is here in safetensors form."""
+    return {t.name: t for t in checkpoint_tensors(folder)} if any(folder.glob("*.safetensors")) else {}
+
+
+def _other_shape(table: Mapping[str, Sequence[Placement]], stored: Mapping[str, TensorMeta]) -> str | None:
+    """A tensor that the checkpoint has in another shape: engines pad the configuration, too."""
     for placed in table.values():
         for tensor in (p.tensor for p in placed):
-            if shapes.get(tensor.name, tuple(tensor.shape)) != tuple(tensor.shape):
+            if tensor.name in stored and tuple(stored[tensor.name].shape) != tuple(tensor.shape):
                 return tensor.name
     return None
 
