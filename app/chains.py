@@ -12,6 +12,7 @@ from engine.records.models import RunId
 
 if TYPE_CHECKING:
     from app.chain import Chain
+    from transports.store.base import ChunkStore
 
 MAX_RUNS = 1024
 _RUN: TypeAdapter[str] = TypeAdapter(RunId)
@@ -63,3 +64,14 @@ class Chains:
                 remedy="Pass `run`, or set DTE_RUN." + (f" Runs in use: {known}." if known else ""),
             )
         return chosen
+
+
+async def only_run(store: ChunkStore) -> str:
+    """The run of a store that holds one; InvalidInput if it holds none or several."""
+    runs: set[str] = set()
+    async for key in store.list("runs/"):
+        runs.add(key.split("/")[1])
+    if len(runs) == 1:
+        return runs.pop()
+    found = f"several runs: {', '.join(sorted(runs)[:10])}" if runs else "no run"
+    raise InvalidInput(f"the store holds {found}.", remedy="Name one with --run." if runs else "Check the address.")

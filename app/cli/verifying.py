@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from app.chain import Chain
+from app.chains import only_run
 from app.cli.output import human_bytes, print_json
 from app.cli.rebuilt import RebuiltWeights
 from engine.codec.chunk import ChunkHeader, ChunkItem, decode
@@ -82,17 +83,6 @@ async def _verify(url: str, run: str | None, token: str | None, workdir: Path | 
                     print(line, flush=True)
             walk.finish(commits)
         return report
-
-
-async def only_run(store: ChunkStore) -> str:
-    """The run of a store that holds one; InvalidInput if it holds none or several."""
-    runs: set[str] = set()
-    async for key in store.list("runs/"):
-        runs.add(key.split("/")[1])
-    if len(runs) == 1:
-        return runs.pop()
-    found = f"several runs: {', '.join(sorted(runs)[:10])}" if runs else "no run"
-    raise InvalidInput(f"the store holds {found}.", remedy="Name one with --run." if runs else "Check the address.")
 
 
 class _Walk:

@@ -103,9 +103,9 @@ class SglangRollouts:
 
     def finish(self, model: torch.nn.Module, version: int, note: Note) -> Verdict:
         """Export the version, compare it with the trainer's weights, and a server that loads it with the first one."""
-        from app.cli.export import export_checkpoint
         from app.demo.checkpoint import WEIGHTS
         from app.demo.compare import compare
+        from app.exporting import export_checkpoint
 
         note("asking the SGLang server for checksums and greedy answers")
         first = self._look(self._server)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from app.worker.protocol import SpoolFull
 
+MAKE_ATTEMPTS = 100
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -44,13 +45,25 @@ def sync_dir(path: Path) -> None:
         os.close(fd)
 
 
+def make_dir(path: Path) -> None:
+    """Make the directory and its parents. Ranks of one launch come and go at once: a parent that another rank removed
+    as empty in between (`RankSpool.remove`) is made again; once `path` stands, its parents stay."""
+    for last in [False] * (MAKE_ATTEMPTS - 1) + [True]:
+        try:
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            return
+        except (FileNotFoundError, FileExistsError):
+            if last:
+                raise
+
+
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace `path` by `data`, durably: a reader sees the old bytes or the new ones. SpoolFull if there is no room."""
     part = path.with_name(path.name + ".part")
     try:
         with full_as_error(path.name):
             # Somebody may have deleted the directory under a running daemon, which then goes on from its memory.
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_dir(path.parent)
             with part.open("wb") as f:
                 f.write(data)
                 f.flush()
@@ -79,7 +92,7 @@ class RankSpool:
     def create(self) -> None:
         """Make the directory, for this user only."""
         with full_as_error("a new spool"):
-            self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_dir(self.root)
 
     @property
     def rank_file(self) -> Path:

@@ -10,12 +10,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from clients.protocol import Model
 from clients.rollout import protocol as p
 from clients.rollout.gate import Gate
 from engine.apply import Applier, ChunkFile, LiveChanged, LiveSet, Phase, Target
@@ -371,31 +370,3 @@ class ReceiverCore:
 
     def _release(self) -> None:
         self.gate.leave_write()
-
-
-Operations = dict[str, tuple[type[Model], Callable[..., Model], bool]]
-
-
-def operations(core: ReceiverCore) -> Operations:
-    """Operation name → (body, function, only for the owner)."""
-    return {
-        "describe": (p.Empty, core.describe, False),
-        "status": (p.Empty, core.status, False),
-        "audit": (p.Audit, core.audit, False),
-        "adopt": (p.Adopt, core.adopt, True),
-        "prepare": (p.Prepare, core.prepare, True),
-        "commit": (p.Commit, core.commit, True),
-        "finalize": (p.Finalize, core.finalize, True),
-        "rollback": (p.Empty, core.rollback, True),
-        "abort": (p.Empty, core.abort, True),
-        "resync": (p.Resync, core.resync, True),
-    }
-
-
-def error_body(error: Exception) -> p.ErrorBody:
-    """What an operation's failure looks like to the daemon."""
-    if isinstance(error, DteError):
-        tensors: Sequence[str] = getattr(error, "tensors", ())
-        detail = {"tensors": list(tensors)[:100]} if tensors else {}
-        return p.ErrorBody(code=error.code, message=error.message, remedy=error.remedy, detail=detail)
-    return p.ErrorBody(code="receiver-error", message=f"{type(error).__name__}: {error}")

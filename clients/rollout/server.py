@@ -17,7 +17,8 @@ from pathlib import Path
 
 from clients.protocol import Model
 from clients.rollout import protocol as p
-from clients.rollout.core import Operations, ReceiverCore, error_body, operations
+from clients.rollout.core import ReceiverCore
+from clients.rollout.operations import Operations, error_body, operations
 from engine.errors import CodecError, DteError, InvalidInput, StateConflict
 
 log = logging.getLogger(__name__)

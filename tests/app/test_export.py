@@ -15,8 +15,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from app.cli import export
-from app.cli.export import Exported, ExportFailed, plan_shards, run_export, size_of
+from app import exporting
+from app.cli.export import run_export
+from app.exporting import Exported, ExportFailed, plan_shards, size_of
 from engine.errors import DteError, InvalidInput, ProofError
 from engine.records import TensorDigest
 from tests.support.versions import Publisher, State, changed, metas_of
@@ -186,15 +187,15 @@ def test_a_damaged_chunk_is_an_error_and_leaves_nothing(run: Run, damage: str) -
 
 
 def test_wrong_bits_behind_right_hashes_are_caught_by_the_digest(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = export.Rebuilder.tensor
+    real = exporting.Rebuilder.tensor
 
-    def wrong(self: export.Rebuilder, name: str) -> np.ndarray:
+    def wrong(self: exporting.Rebuilder, name: str) -> np.ndarray:
         lanes = real(self, name)
         if name == "model.layers.0.weight":
             lanes[5] ^= 1
         return lanes
 
-    monkeypatch.setattr(export.Rebuilder, "tensor", wrong)
+    monkeypatch.setattr(exporting.Rebuilder, "tensor", wrong)
     with pytest.raises(ProofError, match=r"model\.layers\.0\.weight"):
         run.export()
     assert run.left_over() == []

@@ -7,6 +7,7 @@ import io
 import os
 import struct
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -105,6 +106,20 @@ def test_a_failed_atomic_write_leaves_the_old_bytes(tmp_path: Path) -> None:
     with pytest.raises(OSError):  # noqa: PT011
         write_atomic(path, b"new")
     assert path.read_bytes() == b"old"
+
+
+def test_a_rank_that_comes_while_another_goes_gets_its_directory(tmp_path: Path) -> None:
+    """What one rank removes as empty is the parent another one is about to make its own directory in."""
+    spools = [RankSpool.of(tmp_path, "run", "launch", rank) for rank in range(3)]
+
+    def come_and_go(spool: RankSpool) -> None:
+        for _ in range(300):
+            spool.create()
+            assert spool.root.is_dir()
+            spool.remove()
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(come_and_go, spools))
 
 
 def test_leftovers_of_other_versions_go(tmp_path: Path) -> None:

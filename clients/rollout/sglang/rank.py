@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from clients.rollout import protocol as p
-from clients.rollout.core import Operations, ReceiverCore, error_body, operations
+from clients.rollout.core import ReceiverCore
+from clients.rollout.operations import Operations, error_body, operations
 from clients.rollout.server import ReceiverServer
 from clients.rollout.sglang.call import EngineAnswer, EngineCall, Hold, Stage, StageUnit
 from clients.rollout.sglang.converter import Converter
