@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from clients.trainer.daemon import SyncHandle
 from clients.trainer.live import SourceStats
-from clients.trainer.plan import OwnedSlice
-from clients.trainer.source import TorchSource
+from clients.trainer.shards import OwnedSlice
+from clients.trainer.torch import TorchSource
 
 __all__ = ["OwnedSlice", "SourceStats", "SyncHandle", "TorchSource"]

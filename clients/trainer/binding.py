@@ -16,8 +16,10 @@ import torch
 from clients.protocol import MemoryRef, SliceSpec
 from clients.trainer.arena import Arena, Slot, slot_bytes
 from clients.trainer.formulas import new_step_counter
-from clients.trainer.plan import Plan, Shard
+from clients.trainer.home import local_of, put_local
+from clients.trainer.shards import Piece, Plan, Shard
 from engine.errors import StateConflict
+from transports.memory.shm import DTYPES
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +45,12 @@ class _Bound:
 class Binding:
     """The shared memory of one rank's plan. All methods that write must run inside a mutation."""
 
-    def __init__(self, plan: Plan, optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module | None) -> None:
+    def __init__(
+        self, plan: Plan, optimizers: Sequence[torch.optim.Optimizer], models: Sequence[torch.nn.Module]
+    ) -> None:
         self._plan = plan
         self._optimizers = optimizers
-        self._model = model
+        self._models = models
         self._bound: list[_Bound] = []
         self._arena: Arena | None = None
 
@@ -68,12 +72,12 @@ class Binding:
     def move_out(self) -> None:
         """Copy every tensor that lies in shared memory back to private memory and remove the files."""
         for b in self._bound:
-            if not b.shard.mirrored and b.theta.holds(b.shard.theta):
-                b.shard.theta.data = b.theta.view.clone(memory_format=torch.preserve_format)
+            if not b.shard.mirrored and b.theta.holds(b.shard.home.memory()):
+                b.shard.home.replace(b.theta.view.clone(memory_format=torch.preserve_format))
             state = self._state(b.shard)
             for key, slot in b.moments.items():
-                if key in state and slot.holds(state[key]):
-                    state[key] = slot.view.clone(memory_format=torch.preserve_format)
+                if key in state and slot.holds(local_of(state[key])):
+                    put_local(state, key, slot.view.clone(memory_format=torch.preserve_format))
         self.close()
 
     def close(self) -> None:
@@ -87,18 +91,19 @@ class Binding:
         StateConflict when a parameter was replaced by another object, or changed its shape, dtype or device.
         """
         self._check_identity()
-        return [i for i, b in enumerate(self._bound) if not b.shard.mirrored and self._adopt(b)]
+        moved = {id(b.shard) for b in self._bound if self._adopt(b)}
+        return [i for i, (b, _) in enumerate(self._slices()) if id(b.shard) in moved]
 
     def refresh_mirrors(self) -> None:
         """Copy the side tensors (buffers), which others write whenever they like, into their slots."""
-        buffers = dict(self._model.named_buffers()) if self._model is not None else {}
+        buffers = {name: b for model in self._models for name, b in model.named_buffers()}
         for b in self._bound:
             if not b.shard.mirrored:
                 continue
-            live = buffers.get(b.shard.model_name or "", b.shard.theta)
+            live = buffers.get(b.shard.model_name or "", b.shard.home.memory())
             if not b.theta.fits(live):
-                raise _changed(b.shard.meta.name, live)
-            if b.shard.detector == "frozen" and not _same_bits(live, b.theta.view):
+                raise _changed(b.shard.name, live)
+            if b.shard.frozen and not _same_bits(live, b.theta.view):
                 self._written(b)
             b.theta.take(live)
 
@@ -109,9 +114,9 @@ class Binding:
         through `.data`: after a mutation the trainer announced (`announced`), any of them may have been written.
         """
         for b in self._bound:
-            if b.shard.detector != "frozen" or b.shard.mirrored:
+            if not b.shard.frozen or b.shard.mirrored:
                 continue
-            seen, b.version = b.version, b.shard.theta._version
+            seen, b.version = b.version, b.shard.home.memory()._version
             if seen != b.version:
                 self._written(b)
             elif announced:
@@ -119,41 +124,50 @@ class Binding:
 
     def specs(self, numbers: Sequence[int] | None = None) -> list[SliceSpec]:
         """The slices as the daemon is told about them (all, or those numbered)."""
-        return [self._spec(i) for i in (range(len(self._bound)) if numbers is None else numbers)]
+        slices = self._slices()
+        return [self._spec(i, *slices[i]) for i in (range(len(slices)) if numbers is None else numbers)]
 
     def steps(self) -> list[int]:
         """Every slice's own step counter; of frozen slices how often they may have been written, 0 for others."""
-        counters = [self._state(b.shard).get("step", 0) if b.shard.group is not None else b.writes for b in self._bound]
-        return [int(c) for c in counters]
+        counters = [int(self._state(b.shard).get("step", 0)) if b.shard.group is not None else 0 for b in self._bound]
+        slices = ((c, b, piece) for c, b in zip(counters, self._bound, strict=True) for piece in b.shard.pieces)
+        return [c if piece.detector == "certified" else b.writes for c, b, piece in slices]
 
     def with_writes(self, steps: Sequence[int]) -> list[int]:
         """`steps` of an earlier moment, with the writes to frozen slices of now."""
-        return [s if b.shard.group is not None else b.writes for s, b in zip(steps, self._bound, strict=True)]
+        slices = zip(steps, self._slices(), strict=True)
+        return [s if piece.detector == "certified" else b.writes for s, (b, piece) in slices]
+
+    def _slices(self) -> list[tuple[_Bound, Piece]]:
+        """Every piece with the shard it lies in, in the order of the registration."""
+        return [(b, piece) for b in self._bound for piece in b.shard.pieces]
 
     # --- one shard ---------------------------------------------------------------------------------------------------
 
     def _move_in(self, shard: Shard, arena: Arena) -> _Bound:
-        slot = arena.slot_like(shard.theta)
+        memory = shard.home.memory()
+        slot = arena.slot_like(memory)
         bound = _Bound(shard, slot, {})
-        view = slot.take(shard.theta)
+        view = slot.take(memory)
         if not shard.mirrored:
-            shard.theta.data = view
-        bound.version = shard.theta._version
+            shard.home.replace(view)
+        bound.version = shard.home.memory()._version
         if shard.group is not None:
             self._ensure_state(shard)
+            state = self._state(shard)
             for key in self._moment_keys(shard):
-                bound.moments[key] = arena.slot_like(shard.theta)
+                bound.moments[key] = arena.slot_like(local_of(state[key]))
             self._adopt_moments(bound)
         return bound
 
     def _adopt(self, b: _Bound) -> bool:
-        theta, moved = b.shard.theta, False
-        if not b.theta.holds(theta):
-            if not b.theta.fits(theta):
-                raise _changed(b.shard.meta.name, theta)
-            if b.shard.detector == "frozen" and not _same_bits(theta, b.theta.view):
+        memory, moved = b.shard.home.memory(), False
+        if not b.shard.mirrored and not b.theta.holds(memory):
+            if not b.theta.fits(memory):
+                raise _changed(b.shard.name, memory)
+            if b.shard.frozen and not _same_bits(memory, b.theta.view):
                 self._written(b)
-            theta.data = b.theta.take(theta)
+            b.shard.home.replace(b.theta.take(memory))
             moved = True
         if b.shard.group is not None:
             self._ensure_state(b.shard)
@@ -166,19 +180,20 @@ class Binding:
             log.warning(
                 "%s was declared frozen and has been written: whatever changed of it is sent whole, tile by tile. If "
                 "that goes on, register again or declare it with detector={%r: 'snapshot'}.",
-                b.shard.meta.name,
-                b.shard.meta.name,
+                b.shard.name,
+                b.shard.pieces[0].meta.name,
             )
         b.writes += 1
 
     def _adopt_moments(self, b: _Bound) -> bool:
         state, moved = self._state(b.shard), False
         for key, slot in b.moments.items():
-            if slot.holds(state[key]):
+            memory = local_of(state[key])
+            if slot.holds(memory):
                 continue
-            if not slot.fits(state[key]):
-                raise _changed(f"{key} of {b.shard.meta.name}", state[key])
-            state[key] = slot.take(state[key])
+            if not slot.fits(memory):
+                raise _changed(f"{key} of {b.shard.name}", memory)
+            put_local(state, key, slot.take(memory))
             moved = True
         return moved
 
@@ -192,31 +207,32 @@ class Binding:
         if state:
             return
         group = self._group(shard)
-        state["step"] = new_step_counter(group, shard.theta)
+        state["step"] = new_step_counter(group, shard.home.param)
         for key in _MOMENTS[: 3 if group["amsgrad"] else 2]:
-            state[key] = torch.zeros_like(shard.theta.detach(), memory_format=torch.preserve_format)
+            state[key] = torch.zeros_like(shard.home.param.detach(), memory_format=torch.preserve_format)
 
     def _moment_keys(self, shard: Shard) -> tuple[str, str]:
         """The first moment, and the second one that the step divides by."""
         return "exp_avg", "max_exp_avg_sq" if self._group(shard)["amsgrad"] else "exp_avg_sq"
 
-    def _spec(self, number: int) -> SliceSpec:
-        b = self._bound[number]
-        moments: list[MemoryRef | None] = [slot.ref for slot in b.moments.values()] or [None, None]
+    def _spec(self, number: int, b: _Bound, piece: Piece) -> SliceSpec:
+        certified = piece.detector == "certified"
+        moments: list[MemoryRef | None] = [_part(s.ref, piece) for s in b.moments.values()] if certified else []
+        first, second = moments or (None, None)
         return SliceSpec(
             slice=number,
-            tensor=b.shard.meta.name,
-            numel=b.shard.theta.numel(),
-            blocks=b.shard.blocks,
-            detector=b.shard.detector,
-            theta=b.theta.ref,
-            exp_avg=moments[0],
-            exp_avg_sq=moments[1],
-            group=b.shard.group,
+            tensor=piece.meta.name,
+            numel=piece.numel,
+            blocks=piece.blocks,
+            detector=piece.detector,
+            theta=_part(b.theta.ref, piece),
+            exp_avg=first,
+            exp_avg_sq=second,
+            group=b.shard.group if certified else None,
         )
 
     def _shard_bytes(self, shard: Shard) -> int:
-        return slot_bytes(shard.theta) * (3 if shard.group is not None else 1)
+        return slot_bytes(shard.home.memory()) * (3 if shard.group is not None else 1)
 
     def _group(self, shard: Shard) -> dict[str, Any]:
         assert shard.group is not None
@@ -227,21 +243,22 @@ class Binding:
     def _state(self, shard: Shard) -> dict[str, Any]:
         if shard.group is None:
             return {}
-        state: dict[str, Any] = self._optimizers[self._plan.groups[shard.group].optimizer].state[shard.theta]
+        state: dict[str, Any] = self._optimizers[self._plan.groups[shard.group].optimizer].state[shard.home.param]
         return state
 
     def _check_identity(self) -> None:
         """A parameter object that the model or the optimizer no longer uses must not be published as if it did."""
         used = {id(p) for optimizer in self._optimizers for g in optimizer.param_groups for p in g["params"]}
-        named = dict(self._model.named_parameters()) if self._model is not None else {}
+        named = {name: p for model in self._models for name, p in model.named_parameters()}
         for b in self._bound:
             s = b.shard
-            lost = s.optimizer is not None and id(s.theta) not in used
-            if not lost and s.model_name in named and isinstance(s.theta, torch.nn.Parameter) and s.optimizer is None:
-                lost = named[s.model_name] is not s.theta
+            param = s.home.param
+            lost = s.optimizer is not None and id(param) not in used
+            if not lost and s.model_name in named and isinstance(param, torch.nn.Parameter) and s.optimizer is None:
+                lost = named[s.model_name] is not param
             if lost:
                 raise StateConflict(
-                    f"the parameter of {s.meta.name} was replaced by another object.",
+                    f"the parameter of {s.name} was replaced by another object.",
                     remedy="Close this source and register a new one (load_state_dict with assign=True, or a new "
                     "optimizer, replaces parameters).",
                 )
@@ -253,6 +270,14 @@ def _changed(name: str, tensor: torch.Tensor) -> StateConflict:
         remedy="Bring it back before the next sync (offloading belongs inside `with source.mutating()` both ways), or "
         "close this source and register again.",
     )
+
+
+def _part(ref: MemoryRef, piece: Piece) -> MemoryRef:
+    """Where the piece's elements lie within a shard's slot."""
+    if piece.start == 0 and piece.numel == ref.numel:
+        return ref
+    skipped = piece.start * DTYPES[ref.dtype].itemsize
+    return ref.model_copy(update={"offset_bytes": ref.offset_bytes + skipped, "numel": piece.numel})
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from clients.protocol import FormulaSpec, RankRegistration
 from clients.trainer.binding import Binding
 from clients.trainer.gate import Gate
-from clients.trainer.plan import Plan
+from clients.trainer.shards import Plan
 from clients.trainer.watch import Watch
 
 
@@ -65,7 +65,7 @@ class Live:
             control=self.gate.control.name,
             hold=hold,
             generation=self.gate.control.generation,
-            tensors=list({s.meta.name: s.meta for s in self.plan.shards}.values()),
+            tensors=self.plan.tensors,
             groups=[FormulaSpec(name=f) for f in self.plan.formulas],
             slices=self.binding.specs(),
         )

@@ -1,4 +1,4 @@
-"""`TorchSource`: publishes what a torch optimizer does to a model, without ever waiting for the network.
+"""`Source`: publishes what a torch optimizer does to a model, without ever waiting for the network.
 
 One invariant: a step is either posted under a hold that the next mutation respects, or its hold is revoked; what was
 not read is found by the daemon from the step counters and sent whole.
@@ -6,6 +6,7 @@ not read is found by the daemon from the step counters and sent whole.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import logging
 import time
@@ -24,7 +25,8 @@ from clients.trainer.gate import Gate
 from clients.trainer.group import Agree, default_agree, new_launch, rank_and_world
 from clients.trainer.live import Live, SourceStats
 from clients.trainer.names import check_ids
-from clients.trainer.plan import Names, OwnedSlice, Plan, Planner
+from clients.trainer.plan import Planner
+from clients.trainer.shards import Names, Plan
 from clients.trainer.watch import Watch
 from engine.errors import DteError, InvalidInput, StateConflict
 from transports.memory.generation import ControlBlock, control_name, shm_name
@@ -36,25 +38,26 @@ T = TypeVar("T")
 _RETRY_S: Final = 0.5
 
 
-class TorchSource:
-    """One trainer rank. Use: `register()` once, then `sync(step)` after optimizer steps, `close()` at the end."""
+class Source(abc.ABC):
+    """One trainer rank. Use: `register()` once, then `sync(step)` after optimizer steps, `close()` at the end.
+
+    A kind of trainer says in `_declare` what the rank owns; everything else is the same for all.
+    """
 
     def __init__(
         self,
-        model: torch.nn.Module | None = None,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+        optimizers: Sequence[torch.optim.Optimizer],
+        models: Sequence[torch.nn.Module],
         *,
-        daemon: str = "http://127.0.0.1:7411",
         run: str,
+        daemon: str = "http://127.0.0.1:7411",
         token: str | None = None,
         rank: int | None = None,
         world: int | None = None,
         launch: str | None = None,
         group: Any = None,
         agree: Agree | None = None,
-        masters: Mapping[str, torch.Tensor] | None = None,
         names: Names | None = None,
-        slices: Sequence[OwnedSlice] | None = None,
         detector: Detector | Mapping[str, Detector] | None = None,
         dtypes: Mapping[str, str] | None = None,
         on_daemon_down: Literal["continue", "wait"] = "continue",
@@ -62,18 +65,8 @@ class TorchSource:
         register_timeout_s: float = 600.0,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        """Describe what to publish; nothing is touched before `register`.
-
-        `model`: its parameters and persistent buffers are declared under their names, passed through `names` (a mapping
-        or a function; None leaves a tensor out). `masters`: parameter name → FP32 master the optimizer updates.
-        `slices`: what this rank owns, instead of a model. `detector`: `snapshot` or `dense` for all trained tensors, or
-        per canonical name. `dtypes`: canonical name → dtype receivers store (default BF16 for FP32 parameters).
-        `rank`, `world`, `launch`, `agree` default to what torch.distributed's `group` says, and to a single rank.
-        """
-        if (model is None) == (slices is None):
-            raise InvalidInput("pass either a model or slices.")
-        if masters and model is None:
-            raise InvalidInput("masters need a model.")
+        """`optimizers`: those whose state is read, and whose steps are watched. `models`: whose loading is watched.
+        The rest as in `SourceOptions`. Nothing is touched before `register`."""
         if on_daemon_down not in ("continue", "wait"):
             raise InvalidInput(f"on_daemon_down is 'continue' or 'wait', not {on_daemon_down!r}.")
         check_ids(run, launch)
@@ -83,10 +76,7 @@ class TorchSource:
         self.world = found[1] if world is None else world
         self.launch = launch
         self.epoch: int | None = None
-        self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        self._model = model
-        self._masters = dict(masters or {})
-        self._slices = slices
+        self._optimizers, self._models = list(optimizers), list(models)
         self._names, self._detector, self._dtypes = names, detector, dtypes
         self._group = group
         self._agree = agree or default_agree(group)
@@ -100,6 +90,13 @@ class TorchSource:
         self._posted_step = 0
         self._syncs = 0
         self._down = 0
+
+    @abc.abstractmethod
+    def _declare(self, planner: Planner) -> None:
+        """Add to the plan everything this rank owns. Called in `register`; may talk to the other ranks."""
+
+    def _check(self) -> None:  # noqa: B027 - most kinds have nothing to check
+        """Called in every `sync` before anything is posted: raise what forbids publishing the weights as they are."""
 
     @property
     def aliases(self) -> Mapping[str, str]:
@@ -212,6 +209,7 @@ class TorchSource:
         try:
             live.watch.settle()
             live.watch.hypers()
+            self._check()
             self._report_last()
             if publish:
                 up, mine = self._cut(live)
@@ -363,22 +361,19 @@ class TorchSource:
 
     def _make_plan(self) -> Plan:
         planner = Planner(self._optimizers, names=self._names, detector=self._detector, dtypes=self._dtypes)
-        if self._model is not None:
-            planner.add_model(self._model, self._masters)
-        for part in self._slices or ():
-            planner.add_slice(part)
+        self._declare(planner)
         return planner.finish()
 
     def _move_in(self, launch: str, plan: Plan) -> Live:
         gate = Gate(ControlBlock.create(control_name(self.run, launch, self.rank)), self._daemon, self._hold_timeout_s)
-        binding = Binding(plan, self._optimizers, self._model)
+        binding = Binding(plan, self._optimizers, self._models)
         try:
             with gate.control.mutating():
                 binding.move_in(lambda k: shm_name(self.run, launch, self.rank, f"m{k}"))
         except BaseException:
             gate.close()
             raise
-        return Live(launch, plan, binding, gate, Watch(plan, self._optimizers, self._model, binding, gate))
+        return Live(launch, plan, binding, gate, Watch(plan, self._optimizers, self._models, binding, gate))
 
     def _registered(self) -> Live:
         if self._live is None:

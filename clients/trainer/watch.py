@@ -17,7 +17,7 @@ from clients.protocol import HyperSpec, SliceSpec
 from clients.trainer.binding import Binding
 from clients.trainer.formulas import formula_name, hyper_of
 from clients.trainer.gate import Gate
-from clients.trainer.plan import Plan
+from clients.trainer.shards import Plan
 from engine.errors import InvalidInput
 
 log = logging.getLogger(__name__)
@@ -54,13 +54,13 @@ class Watch:
         self,
         plan: Plan,
         optimizers: Sequence[torch.optim.Optimizer],
-        model: torch.nn.Module | None,
+        models: Sequence[torch.nn.Module],
         binding: Binding,
         gate: Gate,
     ) -> None:
         self._plan = plan
         self._optimizers = optimizers
-        self._model = model
+        self._models = models
         self._binding = binding
         self._gate = gate
         self._handles: list[Any] = []
@@ -79,13 +79,13 @@ class Watch:
                 optimizer.register_load_state_dict_pre_hook(lambda *_: self._gate.begin("load")),
                 optimizer.register_load_state_dict_post_hook(lambda *_: self._loaded()),
             ]
-        if self._model is not None:
-            gate = weakref.ref(self._gate)
-            begin = _ModelHook(lambda: None if (g := gate()) is None else g.begin("model"))
-            end = _ModelHook(lambda: None if (g := gate()) is None else g.end("model"))
+        gate = weakref.ref(self._gate)
+        begin = _ModelHook(lambda: None if (g := gate()) is None else g.begin("model"))
+        end = _ModelHook(lambda: None if (g := gate()) is None else g.end("model"))
+        for model in self._models:
             self._handles += [
-                self._model.register_load_state_dict_pre_hook(begin),  # type: ignore[no-untyped-call]
-                self._model.register_load_state_dict_post_hook(end),  # type: ignore[no-untyped-call]
+                model.register_load_state_dict_pre_hook(begin),  # type: ignore[no-untyped-call]
+                model.register_load_state_dict_post_hook(end),  # type: ignore[no-untyped-call]
             ]
 
     def remove(self) -> None:
