@@ -86,32 +86,24 @@ class _Event:
         return True
 
 
-def _nothing(*_: Any, **__: Any) -> None: ...
-
-
-def _eager(function: Any = None, **_: Any) -> Any:
-    return function if function is not None else _eager
-
-
-def _run_eagerly() -> None:
-    """Megatron-Core compiles small functions as it is imported; the compiler alone takes seconds to import."""
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    module: Any = torch
-    module.compile = _eager
-
-
 def _redirect_cuda() -> None:
     """`torch.cuda`: the current device is the CPU, streams are complete, and there is one generator, the CPU's."""
     cuda: Any = torch.cuda
     cuda.current_device = lambda: "cpu"  # Megatron-Core uses it only as `device=…`
-    cuda.set_device = cuda.synchronize = cuda.empty_cache = _nothing
-    cuda.nvtx.range_push = cuda.nvtx.range_pop = _nothing
-    cuda.current_stream = cuda.default_stream = _Stream
+    # Each gets a function of its own: the compiler's tables, built on its import, refuse one that has two names.
+    cuda.set_device = lambda *_, **__: None
+    cuda.synchronize = lambda *_, **__: None
+    cuda.empty_cache = lambda *_, **__: None
+    cuda.nvtx.range_push = lambda *_, **__: None
+    cuda.nvtx.range_pop = lambda *_, **__: None
+    cuda.current_stream = lambda *_, **__: _Stream()
+    cuda.default_stream = lambda *_, **__: _Stream()
     cuda.stream = lambda *_, **__: contextlib.nullcontext()
     cuda.Stream, cuda.Event = _Stream, _Event
     cuda.is_current_stream_capturing = lambda: False
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
-    cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     tensor: Any = torch.Tensor
     tensor.pin_memory = lambda self, *_, **__: self
@@ -228,7 +220,8 @@ def install() -> None:
         raise CudaMachineError("the CPU redirects of the tests must not be installed where CUDA is available")
     if "megatron.core" in sys.modules:
         raise RuntimeError("megatron.core is imported already; install the redirects first")
-    _run_eagerly()
+    # Megatron-Core compiles many small functions; compiling one takes longer than all that a test runs of it.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # asked for by tensor parallelism
     _redirect_cuda()
     mode: Any = _CpuForCuda()

@@ -1,4 +1,4 @@
-"""One rank of a real Megatron-Core training run: model, gradients' reduction, optimizer and schedule as users have them.
+"""One rank of a real Megatron-Core training run: model, gradient reduction, optimizer and schedule as users have them.
 
 Everything that changes weights is Megatron-Core's own; this module only wires it and makes the data.
 """
@@ -153,7 +153,7 @@ class Trainer:
     # --- steps -----------------------------------------------------------------------------------------------------
 
     def step(self) -> StepResult:
-        """One training step on fresh random tokens: forward, backward, reduction and `optimizer.step()`, skips included.
+        """One training step on fresh random tokens: forward, backward, reduction, `optimizer.step()`, skips included.
 
         Collective over all ranks.
         """
@@ -247,8 +247,8 @@ class Trainer:
     # --- weights and checkpoints -----------------------------------------------------------------------------------
 
     def reload(self, seed: int, *, masters: bool = True) -> None:
-        """Overwrite the weights with those of another seed. Without `masters` the optimizer's FP32 copies stay behind, as
-        after a checkpoint load that forgets them."""
+        """Overwrite the weights with those of another seed. Without `masters` the optimizer's FP32 copies stay behind,
+        as after a checkpoint load that forgets them."""
         other = replace(self.job, seed=seed)
         torch.manual_seed(seed + 1000 * self.coordinates.pp)
         with torch.no_grad():
