@@ -6,6 +6,7 @@ daemon says.
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Callable
 from typing import Any
@@ -44,6 +45,23 @@ def new_launch(group: Any = None) -> str:
         dist.broadcast(raw, src=dist.get_global_rank(group, 0) if group is not None else 0, group=group)
         raw = raw.cpu()
     return bytes(raw.tolist()).hex()
+
+
+def gather_json(value: Any, group: Any = None) -> list[Any]:
+    """Every rank's JSON value, in rank order, as plain bytes. A collective call: every rank makes it."""
+    world = rank_and_world(group)[1]
+    raw = torch.frombuffer(bytearray(json.dumps(value, separators=(",", ":")).encode()), dtype=torch.uint8)
+    if world == 1:
+        return [json.loads(bytes(raw.tolist()))]
+    device = _device(group)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
+    dist.all_gather(sizes, torch.tensor([raw.numel()], dtype=torch.int64, device=device), group=group)
+    counts = [int(s.item()) for s in sizes]
+    mine = torch.zeros(max(counts), dtype=torch.uint8)
+    mine[: raw.numel()] = raw
+    parts = [torch.empty(max(counts), dtype=torch.uint8, device=device) for _ in range(world)]
+    dist.all_gather(parts, mine.to(device), group=group)
+    return [json.loads(p[:n].cpu().numpy().tobytes()) for p, n in zip(parts, counts, strict=True)]
 
 
 def _device(group: Any) -> torch.device:

@@ -26,8 +26,8 @@ def check_ids(run: str, launch: str | None) -> None:
 
 
 def plain_name(name: str) -> str:
-    """A tensor's name without what `torch.compile` puts into it: the other side need not be compiled."""
-    return name.replace("_orig_mod.", "")
+    """A tensor's name without what `torch.compile` and activation checkpointing put into it: the other side has none."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def meta_of(name: str, shape: tuple[int, ...], dtype: str) -> TensorMeta:

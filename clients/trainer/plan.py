@@ -54,6 +54,8 @@ class Planner:
         self._asked = dict(detector) if isinstance(detector, Mapping) else {}
         self._owner: dict[int, GroupKey] = {}
         self._group_number: dict[GroupKey, int] = {}
+        self._elsewhere: dict[int, str] = {}
+        self._kept: dict[str, list[str]] = {}
         for i, optimizer in enumerate(optimizers):
             for j, group in enumerate(optimizer.param_groups):
                 for p in group["params"]:
@@ -74,42 +76,63 @@ class Planner:
             raise InvalidInput(f"masters names no parameter of the model: {sorted(unknown)[:5]}.")
         master_of = {id(every[name]): master for name, master in masters.items()}
         for name, param in every.items():
-            canonical = self._rename(name)
+            canonical = self.canonical(name)
             if id(param) in owners:
-                if canonical is not None and canonical != owners[id(param)]:
-                    self.plan.aliases[canonical] = owners[id(param)]
+                self.add_alias(name, owners[id(param)])
                 continue
             if canonical is None:
                 log.info("parameter %s is not published (renamed to None)", name)
                 continue
             owners[id(param)] = canonical
-            master = master_of.get(id(param))
-            check_local(name, param)
-            dtype = self._dtypes.get(canonical) or stored_dtype(canonical, param)
-            if master is not None:
-                check_local(f"master of {name}", master)
-                check_master(name, param, master)
-            self._add(canonical, tuple(param.shape), dtype, param if master is None else master, name, None, None)
+            self.add_parameter(name, param, master_of.get(id(param)))
         for name, buffer in persistent_buffers(model):
-            canonical = self._rename(name)
-            if canonical is None:
-                log.info("buffer %s is not published (renamed to None)", name)
-                continue
-            check_local(name, buffer)
-            own = dtype_name(buffer.dtype)
-            if own is None:
-                raise InvalidInput(
-                    f"buffer {name} has dtype {buffer.dtype}, which cannot be published.",
-                    remedy="Leave it out with names={…: None}, or register it with persistent=False.",
-                )
-            meta = meta_of(canonical, tuple(buffer.shape), self._dtypes.get(canonical, own))
-            kind: Detector = self._asked.get(canonical, "snapshot")
-            piece = Piece(meta, 0, buffer.numel(), dense_blocks(name, buffer), kind)
-            self._append(Shard(canonical, PlainHome(buffer), (piece,), mirrored=True, model_name=name))
+            self.add_buffer(name, buffer)
+
+    def add_parameter(self, name: str, param: torch.Tensor, master: torch.Tensor | None = None) -> None:
+        """Declare a whole parameter of the model, or the master that the optimizer updates in its place."""
+        canonical = self.canonical(name)
+        if canonical is None:
+            return
+        check_local(name, param)
+        dtype = self._dtypes.get(canonical) or stored_dtype(canonical, param)
+        if master is not None:
+            check_local(f"master of {name}", master)
+            check_master(name, param, master)
+        self._add(canonical, tuple(param.shape), dtype, param if master is None else master, name, None, None)
+
+    def add_buffer(self, name: str, buffer: torch.Tensor) -> None:
+        """Declare a buffer of the model, as a side tensor: it is looked up by this name at every sync."""
+        canonical = self.canonical(name)
+        if canonical is None:
+            log.info("buffer %s is not published (renamed to None)", name)
+            return
+        check_local(name, buffer)
+        own = dtype_name(buffer.dtype)
+        if own is None:
+            raise InvalidInput(
+                f"buffer {name} has dtype {buffer.dtype}, which cannot be published.",
+                remedy="Leave it out with names={…: None}, or register it with persistent=False.",
+            )
+        meta = meta_of(canonical, tuple(buffer.shape), self._dtypes.get(canonical, own))
+        kind: Detector = self._asked.get(canonical, "snapshot")
+        piece = Piece(meta, 0, buffer.numel(), dense_blocks(name, buffer), kind)
+        self._append(Shard(canonical, PlainHome(buffer), (piece,), mirrored=True, model_name=name))
+
+    def add_alias(self, name: str, owner: str) -> None:
+        """Note that the model's `name` is tied to the canonical tensor `owner`."""
+        canonical = self.canonical(name)
+        if canonical is not None and canonical != owner:
+            self.plan.aliases[canonical] = owner
+
+    def add_elsewhere(self, name: str, tensor: torch.Tensor) -> None:
+        """Note that other ranks publish `name`, of which this rank's optimizer may hold `tensor` all the same."""
+        canonical = self.canonical(name)
+        if canonical is not None:
+            self._elsewhere[id(tensor)] = canonical
 
     def add_slice(self, part: OwnedSlice) -> None:
         """Declare a flat range that this rank owns."""
-        canonical = self._rename(part.name)
+        canonical = self.canonical(part.name)
         if canonical is None:
             return
         check_local(part.name, part.tensor)
@@ -134,7 +157,7 @@ class Planner:
         key = self._owner.get(id(param))
         pieces = []
         for run in owned.runs:
-            canonical = self._rename(run.name)
+            canonical = self.canonical(run.name)
             if canonical is None or not run.numel:
                 continue
             dtype = run.dtype or self._dtypes.get(canonical) or stored_dtype(canonical, memory)
@@ -145,22 +168,33 @@ class Planner:
         if pieces:
             self._append(self._keyed(Shard(owned.label, owned.home, tuple(pieces), mirrored=owned.mirrored), key))
 
+    def canonical(self, name: str) -> str | None:
+        """The name to publish under; None for what is left out."""
+        name = plain_name(name)
+        if self._names is None:
+            return name
+        return self._names.get(name, name) if isinstance(self._names, Mapping) else self._names(name)
+
     def finish(self) -> Plan:
         """The plan, after checks that concern all shards together."""
         declared_names = {p.meta.name for p in self.plan.pieces} | set(self.plan.aliases)
+        declared_names |= set(self._elsewhere.values())
         for what, given in (("detector", self._asked), ("dtypes", self._dtypes)):
             unknown = sorted(given.keys() - declared_names)
             if unknown:
                 raise InvalidInput(f"{what} names tensors that are not declared: {unknown[:5]}.")
-        if not self.plan.shards:
+        if not self.plan.shards and not self._elsewhere:
             raise InvalidInput("there is nothing to publish: no parameters, buffers or slices.")
         check_duplicates(self.plan.shards)
         check_storage(self.plan.shards)
-        declared = {id(s.home.param) for s in self.plan.shards}
+        declared = {id(s.home.param) for s in self.plan.shards} | self._elsewhere.keys()
         trained = [p for o in self.optimizers for g in o.param_groups for p in g["params"]]
         extra = sum(1 for p in trained if id(p) not in declared and p.numel())
         if extra:
             log.warning("%d parameters of the optimizer belong to no declared tensor and are not published", extra)
+        for why, names in self._kept.items():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            log.warning("%s%s: the snapshot detector (the daemon keeps their previous bits): %s", names[0], more, why)
         for alias, owner in self.plan.aliases.items():
             log.info("%s is tied to %s; only the latter is published", alias, owner)
         return self.plan
@@ -223,7 +257,7 @@ class Planner:
                     f"detector={{{name!r}: 'snapshot'}}.",
                 )
         if why_not:
-            log.warning("%s gets the snapshot detector: %s", name, why_not)
+            self._kept.setdefault(why_not, []).append(name)
             return "snapshot"
         return "certified"
 
@@ -243,12 +277,6 @@ class Planner:
             self.plan.groups.append(key)
             self._group_number[key] = len(self.plan.groups) - 1
         return self._group_number[key]
-
-    def _rename(self, name: str) -> str | None:
-        name = plain_name(name)
-        if self._names is None:
-            return name
-        return self._names.get(name, name) if isinstance(self._names, Mapping) else self._names(name)
 
     def _append(self, shard: Shard) -> None:
         if shard.home.memory().numel():  # an empty tensor has no bits to publish

@@ -68,6 +68,8 @@ class Watch:
         self._moved: set[int] = set()
         self.steps = binding.steps()
         self.moved_total = 0
+        self.loads = 0
+        """How often a model's weights were loaded since the registration."""
         self._announced = gate.announced
 
     def install(self) -> None:
@@ -79,9 +81,9 @@ class Watch:
                 optimizer.register_load_state_dict_pre_hook(lambda *_: self._gate.begin("load")),
                 optimizer.register_load_state_dict_post_hook(lambda *_: self._loaded()),
             ]
-        gate = weakref.ref(self._gate)
-        begin = _ModelHook(lambda: None if (g := gate()) is None else g.begin("model"))
-        end = _ModelHook(lambda: None if (g := gate()) is None else g.end("model"))
+        watch = weakref.ref(self)
+        begin = _ModelHook(lambda: None if (w := watch()) is None else w._gate.begin("model"))
+        end = _ModelHook(lambda: None if (w := watch()) is None else w._model_loaded())
         for model in self._models:
             self._handles += [
                 model.register_load_state_dict_pre_hook(begin),  # type: ignore[no-untyped-call]
@@ -131,6 +133,10 @@ class Watch:
                 self._hypers[g] = self._capture(g)
         self.steps = self._binding.steps()
         self._gate.end("step")
+
+    def _model_loaded(self) -> None:
+        self.loads += 1
+        self._gate.end("model")
 
     def _loaded(self) -> None:
         """After `Optimizer.load_state_dict`, which replaced the state's storage."""

@@ -430,7 +430,7 @@ def test_everything_is_declared_once(daemon: FakeDaemon, caplog: pytest.LogCaptu
         assert dtypes["bias"] == "float32"
         assert dtypes["ice"] == "bfloat16"
         assert source.aliases == {"b.weight": "model.weight"}
-        assert "low gets the snapshot detector" in caplog.text
+        assert "low: the snapshot detector" in caplog.text
         odd.bias.add_(1.0)  # a router bias, updated outside the optimizer
         odd.bias = odd.bias.clone()
         source.sync(1)

@@ -1,0 +1,40 @@
+"""Who publishes a parameter that several ranks hold.
+
+One invariant: of all ranks that hold the same canonical elements, exactly one set of holders publishes them; every rank
+comes to the same answer from what all ranks said.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from clients.trainer.group import gather_json
+from engine.layout.placement import Placement
+
+
+def content_key(placements: Sequence[Placement]) -> str:
+    """The same for two local parameters exactly if they hold the same canonical elements in the same order."""
+    text = json.dumps([p.to_json() for p in placements], separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def agree_owners(held: Mapping[str, int], group: Any = None) -> dict[str, int]:
+    """Content key → the first rank of the holders that publish it. A collective call: every rank makes it.
+
+    `held`: content key → first rank of the holders this rank belongs to, for all it holds. Replicas (data parallel
+    without a distributed optimizer, norms on tensor-parallel ranks, tied embeddings on two pipeline stages) are holders
+    of the same key; the one with the lowest rank publishes.
+    """
+    return lowest(gather_json(sorted(held.items()), group))
+
+
+def lowest(said: Iterable[Iterable[Sequence[Any]]]) -> dict[str, int]:
+    """The lowest first rank of each key over what all ranks said."""
+    owners: dict[str, int] = {}
+    for one in said:
+        for key, first in one:
+            owners[str(key)] = min(int(first), owners.get(str(key), int(first)))
+    return owners

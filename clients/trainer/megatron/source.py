@@ -1,0 +1,149 @@
+"""`MegatronSource`: a rank of a Megatron-Core job publishes the optimizer shard it owns, without gather or conversion.
+
+One invariant: everything a rollout engine loads is declared by exactly one rank, whatever the parallel shape; what no
+table knows is refused, not left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from clients.protocol import Detector
+from clients.trainer.home import Home, PlainHome
+from clients.trainer.megatron.model import Named, buffers, parameters, unwrap
+from clients.trainer.megatron.owners import agree_owners, content_key
+from clients.trainer.megatron.state import check_masters, holders_of, inner_optimizers, masters
+from clients.trainer.options import SourceOptions
+from clients.trainer.plan import Planner
+from clients.trainer.shards import OwnedRun, OwnedShard
+from clients.trainer.source import Source
+from engine.errors import InvalidInput
+from engine.layout.placement import Placement
+from engine.models.megatron import MegatronShape, MegatronTable, restrict
+
+
+class MegatronSource(Source):
+    """One rank of a Megatron-Core job. Every rank of the job makes one, for the same steps."""
+
+    def __init__(
+        self,
+        model_chunks: torch.nn.Module | Sequence[torch.nn.Module],
+        optimizer: Any,
+        hf_config: Mapping[str, Any] | str | Path | Any,
+        *,
+        run: str,
+        shape: MegatronShape | None = None,
+        **options: Unpack[SourceOptions],
+    ) -> None:
+        """Describe what to publish; nothing is touched before `register`, which is a collective call.
+
+        `model_chunks`: this rank's chunks as the training loop has them, wrapped or not. `optimizer`: what
+        `get_megatron_optimizer` returned. `hf_config`: the Hugging Face configuration the rollout engines load: its
+        dictionary, its object, or the path of a `config.json` or of the directory with it. `shape`: this rank's
+        coordinates, when they are not those of Megatron's `parallel_state`. Options: `SourceOptions`.
+        """
+        wrapped = [model_chunks] if isinstance(model_chunks, torch.nn.Module) else list(model_chunks)
+        self._chunks = [unwrap(chunk) for chunk in wrapped]
+        self._megatron = optimizer
+        self._config = read_config(hf_config)
+        self._shape = shape
+        self._loads = 0
+        super().__init__(inner_optimizers(optimizer), self._chunks, run=run, **options)
+
+    def _declare(self, planner: Planner) -> None:
+        table = MegatronTable(self._config, self._shape or current_shape())
+        named = {id(n.tensor): n for n in parameters(self._chunks)}
+        self._refuse_stale(named)
+        placed = {key: table.placements(n.name, n.tensor.shape, layer=n.layer) for key, n in named.items()}
+        sides = [
+            (n, home, table.placements(n.name, n.tensor.shape, layer=n.layer)) for n, home in buffers(self._chunks)
+        ]
+        together = holders_of(self._megatron)
+        me = dist.get_rank() if dist.is_initialized() else 0
+        held = {content_key(p): min(together.get(key, (me,))) for key, p in placed.items()}
+        held |= {content_key(p): me for _, _, p in sides}
+        owners = agree_owners(held, self._group)
+
+        for m in masters(self._megatron):
+            n = named.get(id(m.param))
+            if n is None:
+                raise InvalidInput("the optimizer has a parameter that no model chunk has.", remedy="Pass all chunks.")
+            if owners[content_key(placed[id(m.param)])] == min(m.holders):
+                planner.add_shard(
+                    _shard(n, placed[id(m.param)], PlainHome(m.master), m.start, m.stop, mirrored=m.aliased)
+                )
+        stepped = {id(m.param) for m in masters(self._megatron)} | set(together)
+        for key, n in named.items():
+            if key not in stepped and owners[content_key(placed[key])] == me:
+                planner.add_shard(_shard(n, placed[key], PlainHome(n.tensor), 0, n.tensor.numel()))
+        for n, home, placements in sides:
+            if owners[content_key(placements)] == me:
+                planner.add_shard(_shard(n, placements, home, 0, n.tensor.numel(), mirrored=True, detector="snapshot"))
+
+    def _check(self) -> None:
+        loads = self._registered().watch.loads
+        if loads != self._loads:
+            self._refuse_stale({id(n.tensor): n for n in parameters(self._chunks)})
+            self._loads = loads
+
+    def _refuse_stale(self, named: Mapping[int, Named]) -> None:
+        check_masters(masters(self._megatron), {key: n.name for key, n in named.items()})
+
+
+def current_shape() -> MegatronShape:
+    """This rank's coordinates in Megatron's `parallel_state`."""
+    ps: Any = parallel_state
+    return MegatronShape(
+        tp_rank=ps.get_tensor_model_parallel_rank(),
+        tp_size=ps.get_tensor_model_parallel_world_size(),
+        ep_rank=ps.get_expert_model_parallel_rank(),
+        ep_size=ps.get_expert_model_parallel_world_size(),
+        etp_rank=ps.get_expert_tensor_parallel_rank(),
+        etp_size=ps.get_expert_tensor_parallel_world_size(),
+    )
+
+
+def read_config(given: Mapping[str, Any] | str | Path | Any) -> dict[str, Any]:
+    """The configuration as a dictionary. InvalidInput if it is none."""
+    if isinstance(given, Mapping):
+        return dict(given)
+    if isinstance(given, str | Path):
+        path = Path(given)
+        path = path / "config.json" if path.is_dir() else path
+        try:
+            found = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise InvalidInput(f"{path} is not a model's config.json: {error}.") from None
+        if isinstance(found, dict):
+            return found
+    elif callable(to_dict := getattr(given, "to_dict", None)):
+        return dict(to_dict())
+    raise InvalidInput(
+        "hf_config is neither a configuration nor the path of one.",
+        remedy="Pass the directory of the checkpoint that the rollout engines start from.",
+    )
+
+
+def _shard(
+    n: Named,
+    placements: Sequence[Placement],
+    home: Home,
+    start: int,
+    stop: int,
+    *,
+    mirrored: bool = False,
+    detector: Detector | None = None,
+) -> OwnedShard:
+    """Elements [start, stop) of a local parameter, which are all of `home`'s memory."""
+    runs = tuple(
+        OwnedRun(r.tensor.name, r.tensor.shape, r.start - start, r.numel, r.layout, r.tensor.dtype, detector)
+        for r in restrict(placements, start, stop)
+    )
+    return OwnedShard(n.name, home, runs, mirrored=mirrored)
