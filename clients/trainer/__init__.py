@@ -11,9 +11,23 @@ source.sync(step)
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from clients.trainer.daemon import SyncHandle
 from clients.trainer.live import SourceStats
 from clients.trainer.shards import OwnedSlice
 from clients.trainer.torch import TorchSource
 
-__all__ = ["OwnedSlice", "SourceStats", "SyncHandle", "TorchSource"]
+if TYPE_CHECKING:
+    from clients.trainer.fsdp import FsdpSource
+
+__all__ = ["FsdpSource", "OwnedSlice", "SourceStats", "SyncHandle", "TorchSource"]
+
+
+def __getattr__(name: str) -> Any:
+    """FsdpSource comes with torch.distributed's tensors, which a plain trainer has no use for."""
+    if name == "FsdpSource":
+        from clients.trainer.fsdp import FsdpSource
+
+        return FsdpSource
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

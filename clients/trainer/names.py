@@ -26,7 +26,7 @@ def check_ids(run: str, launch: str | None) -> None:
 
 
 def plain_name(name: str) -> str:
-    """A tensor's name without what `torch.compile` and activation checkpointing put into it: the other side has none."""
+    """A tensor's name without what `torch.compile` and activation checkpointing put into it."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 

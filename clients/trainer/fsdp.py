@@ -1,0 +1,107 @@
+"""`FsdpSource`: a model that torch's FSDP2 (`fully_shard`) shards over many ranks. Each rank publishes its own shards.
+
+One invariant: of the ranks that hold the same part of a tensor exactly one declares it, the lowest, and all ranks know
+which from one exchange at registration. Nothing is gathered.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Unpack
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from clients.trainer.checks import persistent_buffers
+from clients.trainer.group import gather_json, rank_and_world
+from clients.trainer.options import SourceOptions
+from clients.trainer.plan import Planner
+from clients.trainer.sharded import Region, Sharded, region_of
+from clients.trainer.source import Source
+from engine.errors import DteError, InvalidInput
+
+log = logging.getLogger(__name__)
+
+
+class _Held(NamedTuple):
+    """A tensor of the model under its first published name, with the part of it that this rank holds."""
+
+    name: str
+    tensor: torch.Tensor
+    region: Region
+    buffer: bool = False
+
+
+class FsdpSource(Source):
+    """One rank of an FSDP2 job: shards of DTensors, whole parameters that FSDP ignores, and buffers.
+
+    All ranks of the job make one each, with the same `run`, and call `register`, `sync` and `close` together.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        *,
+        run: str,
+        **options: Unpack[SourceOptions],
+    ) -> None:
+        """Describe what to publish; nothing is touched before `register`.
+
+        `model`: after `fully_shard`, or several (the stages of a pipeline on this rank, with names of the whole model).
+        Its parameters and persistent buffers are published under their names, without what `torch.compile` and
+        activation checkpointing put into those. `optimizer`: made from the sharded parameters. Options:
+        `SourceOptions`.
+        """
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        models = [model] if isinstance(model, torch.nn.Module) else list(model)
+        super().__init__(optimizers, models, run=run, **options)
+
+    def _declare(self, planner: Planner) -> None:
+        held: list[_Held] = []
+        sharded = problem = None
+        try:
+            sharded = Sharded(self._models)
+            for model in self._models:
+                held += _held(model, planner)
+        except DteError as e:
+            problem = e
+        # Every rank makes this call, whatever happened to it: the others are waiting in it.
+        said = gather_json(None if problem else [h.region.key(h.name) for h in held if h.region.numel], self._group)
+        if problem is not None:
+            raise problem
+        failed = [rank for rank, keys in enumerate(said) if keys is None]
+        if failed:
+            raise InvalidInput(
+                f"rank {failed[0]} cannot declare its parameters, so no rank can.", remedy="Its own error says why."
+            )
+        assert sharded is not None
+        me = rank_and_world(self._group)[0]
+        taken = {key for keys in said[:me] for key in keys}
+        for h in held:
+            if not h.region.numel or h.region.key(h.name) in taken:
+                planner.add_elsewhere(h.name, h.tensor)
+            elif h.buffer:
+                planner.add_buffer(h.name, h.tensor)
+            elif isinstance(h.tensor, DTensor):
+                planner.add_shard(sharded.owned(h.name, h.tensor, h.region))
+            else:
+                planner.add_parameter(h.name, h.tensor)
+        log.info("run %s: rank %d publishes %d of %d tensors", self.run, me, len(planner.plan.shards), len(held))
+
+
+def _held(model: torch.nn.Module, planner: Planner) -> Iterable[_Held]:
+    """Every parameter once, under the first of its names that is published, and every persistent buffer."""
+    owners: dict[int, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        canonical = planner.canonical(name)
+        if id(param) in owners:
+            planner.add_alias(name, owners[id(param)])
+        elif canonical is None:
+            log.info("parameter %s is not published (renamed to None)", name)
+        else:
+            owners[id(param)] = canonical
+            yield _Held(name, param, region_of(name, param))
+    for name, buffer in persistent_buffers(model):
+        yield _Held(name, buffer, region_of(name, buffer), buffer=True)
