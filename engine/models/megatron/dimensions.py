@@ -86,7 +86,7 @@ class Dimensions:
         if latent and config.get("attention_bias"):
             raise InvalidInput("no table covers attention_bias of latent attention.", remedy="Train without it.")
         moe = family.block is not None
-        dense = _dense(config, layers) if moe else frozenset(range(layers))
+        dense = _dense(config, architecture, layers)
         shared = read.or_zero("n_shared_experts") if latent else 0
         return Dimensions(
             family=family,
@@ -138,13 +138,17 @@ def _latent(read: _Reader) -> Latent:
     )
 
 
-def _dense(config: Mapping[str, Any], layers: int) -> frozenset[int]:
-    """Layers of a mixture-of-experts model that have a plain MLP."""
-    first = int(config.get("first_k_dense_replace") or 0)
-    every = int(config.get("moe_layer_freq") or 1)
-    step = int(config.get("decoder_sparse_step") or 1)
-    only = set(config.get("mlp_only_layers") or ())
-    return frozenset(n for n in range(layers) if n < first or n % every or (n + 1) % step or n in only)
+def _dense(config: Mapping[str, Any], architecture: str, layers: int) -> frozenset[int]:
+    """Layers that have a plain MLP. Each family has settings of its own for this; it ignores the others'."""
+    if FAMILIES[architecture].block is None:
+        return frozenset(range(layers))
+    if architecture == "DeepseekV3ForCausalLM":
+        first, every = int(config.get("first_k_dense_replace") or 0), int(config.get("moe_layer_freq") or 1)
+        return frozenset(n for n in range(layers) if n < first or n % every)
+    if architecture == "Qwen3MoeForCausalLM":
+        only, step = set(config.get("mlp_only_layers") or ()), int(config.get("decoder_sparse_step") or 1)
+        return frozenset(n for n in range(layers) if n in only or (n + 1) % step)
+    return frozenset()
 
 
 def _flag(config: Mapping[str, Any], which: bool | str) -> bool:

@@ -49,7 +49,7 @@ def restrict(placements: Sequence[Placement], start: int, stop: int) -> list[Run
     if not 0 <= start <= stop or any(stop > p.layout.src_numel for p in placements):
         raise LayoutError(f"[{start}, {stop}) is not a range of the parameter.", remedy="Count in its own elements.")
     out: list[Run] = []
-    for p in placements:
+    for p in placements if start < stop else ():
         chunks = sorted((c for b in p.layout.blocks for c in _chunks(b, start, stop)), key=lambda c: c.start)
         out.extend(
             Run(p.tensor, c.start, c.numel, Layout(c.blocks, c.numel, numel_of(p.tensor))) for c in _joined(chunks)
