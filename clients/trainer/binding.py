@@ -16,6 +16,7 @@ import torch
 from clients.protocol import MemoryRef, SliceSpec
 from clients.trainer.arena import Arena, Slot, slot_bytes
 from clients.trainer.formulas import new_step_counter
+from clients.trainer.fused import GroupSteps
 from clients.trainer.home import local_of, put_local
 from clients.trainer.shards import Piece, Plan, Shard
 from engine.errors import StateConflict
@@ -53,6 +54,7 @@ class Binding:
         self._models = models
         self._bound: list[_Bound] = []
         self._arena: Arena | None = None
+        self.group_steps = GroupSteps(optimizers)
 
     @property
     def size_bytes(self) -> int:
@@ -129,7 +131,7 @@ class Binding:
 
     def steps(self) -> list[int]:
         """Every slice's own step counter; of frozen slices how often they may have been written, 0 for others."""
-        counters = [int(self._state(b.shard).get("step", 0)) if b.shard.group is not None else 0 for b in self._bound]
+        counters = [self._counter(b.shard) for b in self._bound]
         slices = ((c, b, piece) for c, b in zip(counters, self._bound, strict=True) for piece in b.shard.pieces)
         return [c if piece.detector == "certified" else b.writes for c, b, piece in slices]
 
@@ -137,6 +139,13 @@ class Binding:
         """`steps` of an earlier moment, with the writes to frozen slices of now."""
         slices = zip(steps, self._slices(), strict=True)
         return [s if piece.detector == "certified" else b.writes for s, (b, piece) in slices]
+
+    def _counter(self, shard: Shard) -> int:
+        if shard.group is None:
+            return 0
+        if self.group_steps.counts(self._plan.groups[shard.group].optimizer):
+            return self.group_steps.of(shard.home.param)
+        return int(self._state(shard).get("step", 0))
 
     def _slices(self) -> list[tuple[_Bound, Piece]]:
         """Every piece with the shard it lies in, in the order of the registration."""
@@ -207,13 +216,19 @@ class Binding:
         if state:
             return
         group = self._group(shard)
-        state["step"] = new_step_counter(group, shard.home.param)
-        for key in _MOMENTS[: 3 if group["amsgrad"] else 2]:
-            state[key] = torch.zeros_like(shard.home.param.detach(), memory_format=torch.preserve_format)
+        assert shard.group is not None
+        number = self._plan.groups[shard.group].optimizer
+        if not self.group_steps.counts(number):
+            state["step"] = new_step_counter(group, shard.home.param)
+        dtypes = getattr(self._optimizers[number], "name_to_dtype_map", None) or {}
+        for key in _MOMENTS[: 3 if group.get("amsgrad") else 2]:
+            state[key] = torch.zeros_like(
+                shard.home.param.detach(), dtype=dtypes.get(key), memory_format=torch.preserve_format
+            )
 
     def _moment_keys(self, shard: Shard) -> tuple[str, str]:
         """The first moment, and the second one that the step divides by."""
-        return "exp_avg", "max_exp_avg_sq" if self._group(shard)["amsgrad"] else "exp_avg_sq"
+        return "exp_avg", "max_exp_avg_sq" if self._group(shard).get("amsgrad") else "exp_avg_sq"
 
     def _spec(self, number: int, b: _Bound, piece: Piece) -> SliceSpec:
         certified = piece.detector == "certified"

@@ -14,6 +14,7 @@ import torch
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from clients.protocol import HyperSpec
+from clients.trainer.fused import fused_library, fused_reason
 from engine.errors import InvalidInput, UnsupportedOptimizer
 
 Group = dict[str, Any]
@@ -26,6 +27,8 @@ _REMEDY = (
 
 def unsupported_reason(optimizer: torch.optim.Optimizer, group: Group) -> str | None:
     """Why no formula covers this group, or None when one does."""
+    if fused_library(optimizer) is not None:
+        return fused_reason(optimizer, group)
     kind = type(optimizer)
     if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         return f"{kind.__module__}.{kind.__qualname__} is not torch.optim.Adam or AdamW"
@@ -52,6 +55,8 @@ def formula_name(optimizer: torch.optim.Optimizer, group: Group) -> str:
     reason = unsupported_reason(optimizer, group)
     if reason is not None:
         raise UnsupportedOptimizer(f"no formula undoes this optimizer's step: {reason}.", remedy=_REMEDY)
+    if (library := fused_library(optimizer)) is not None:
+        return f"fused-adam/{library}"
     suffix = "-tensor-lr" if _computes_in_fp32(group["lr"]) else ""
     return f"torch-adamw/cpu/{implementation(group)}{suffix}"
 
@@ -76,6 +81,8 @@ def implementation(group: Group) -> str:
 
 def is_decoupled(optimizer: torch.optim.Optimizer, group: Group) -> bool:
     """Whether weight decay acts on θ directly (AdamW) and not through the gradient."""
+    if fused_library(optimizer) is not None:
+        return bool(getattr(optimizer, "adam_w_mode", True))
     return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
 
 

@@ -76,10 +76,10 @@ class Watch:
         """Register the hooks."""
         for number, optimizer in enumerate(self._optimizers):
             self._handles += [
-                optimizer.register_step_pre_hook(lambda *_: self._gate.begin("step")),
+                optimizer.register_step_pre_hook(lambda *_, n=number: self._stepping(n)),
                 optimizer.register_step_post_hook(lambda *_, n=number: self._stepped(n)),
                 optimizer.register_load_state_dict_pre_hook(lambda *_: self._gate.begin("load")),
-                optimizer.register_load_state_dict_post_hook(lambda *_: self._loaded()),
+                optimizer.register_load_state_dict_post_hook(lambda *_, n=number: self._loaded(n)),
             ]
         watch = weakref.ref(self)
         begin = _ModelHook(lambda: None if (w := watch()) is None else w._gate.begin("model"))
@@ -127,7 +127,12 @@ class Watch:
         """The daemon knows about what moved."""
         self._moved.clear()
 
+    def _stepping(self, number: int) -> None:
+        self._gate.begin("step")
+        self._binding.group_steps.before(number)
+
     def _stepped(self, number: int) -> None:
+        self._binding.group_steps.after(number)
         for g, key in enumerate(self._plan.groups):
             if key.optimizer == number:
                 self._hypers[g] = self._capture(g)
@@ -138,8 +143,9 @@ class Watch:
         self.loads += 1
         self._gate.end("model")
 
-    def _loaded(self) -> None:
+    def _loaded(self, number: int) -> None:
         """After `Optimizer.load_state_dict`, which replaced the state's storage."""
+        self._binding.group_steps.loaded(number)
         self._adopt()
         self.steps = self._binding.steps()
         self._gate.end("load")

@@ -1,0 +1,92 @@
+"""Runs a Megatron-Core job under sources and compares what a real receiver holds with the dense gather, bit for bit."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from clients.control import ControlClient
+from clients.rollout.torch import TorchReceiver
+from tests.megatron.scenarios import bits
+from tests.support.megatron.job import Job, hf_config
+from tests.support.megatron.launch import Rig, Task
+
+TIMEOUT_S = 240.0
+
+
+def rollout_model(config: dict[str, Any]) -> torch.nn.Module:
+    """The transformers model of a configuration, as a rollout engine holds it, with weights of nobody's."""
+    own = dict(config)
+    kind = AutoConfig.for_model(own.pop("model_type"), **own)
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(kind, dtype=getattr(torch, config["torch_dtype"]))
+    return model
+
+
+class Follower:
+    """One run. `versions` maps a version to the dense gather of its step; `said` is all that rank 0 said."""
+
+    def __init__(self, rig: Rig, daemons: list[str], run: str) -> None:
+        self.rig = rig
+        self.daemons = daemons
+        self.run = run
+        self.control = ControlClient(daemons[0], run=run)
+        self.receiver: TorchReceiver | None = None
+        self.said: list[dict[str, Any]] = []
+
+    def train(
+        self, world: int, job: Job, steps: int, *, scenario: str = "follow", nodes: int = 1, **args: Any
+    ) -> list[Any]:
+        """Run `scenario` in every rank; compare every version that comes of it. What the ranks returned."""
+        session = self.rig.session(world)
+        session.start(
+            Task(
+                job,
+                f"tests.megatron.scenarios:{scenario}",
+                {"daemons": self.daemons[:nodes], "run": self.run, "steps": steps, **args},
+            ),
+            timeout_s=TIMEOUT_S,
+        )
+        for _ in range(steps + 1):
+            said = session.hear(0)
+            self.said.append(said)
+            self.compare(job, said)
+        return [r.value for r in session.wait()]
+
+    def compare(self, job: Job, said: dict[str, Any]) -> None:
+        """The receiver at the newest version against the gather of this step."""
+        if self.receiver is None:
+            self.model = rollout_model(hf_config(job))
+            self.receiver = TorchReceiver(self.model, name=f"to-{self.run}", run=self.run, daemon=self.daemons[0])
+        if said["version"] is not None and said["state"] == "committed":
+            self._wait(said["version"])
+        dense = load_file(said["file"])
+        with self.receiver.serving(TIMEOUT_S):
+            held = self.model.state_dict()
+            names = {n for n in held if not (job.tied and n == "lm_head.weight")}
+            assert set(dense) == names, set(dense) ^ names
+            wrong = {n: int((bits(held[n]) != bits(dense[n])).sum()) for n in names}
+        assert not any(wrong.values()), {n: w for n, w in wrong.items() if w}
+
+    def _wait(self, version: int) -> None:
+        assert self.receiver is not None
+        until_s = time.monotonic() + TIMEOUT_S
+        while not self.receiver.ready or (self.receiver.version or 0) < version:
+            assert time.monotonic() < until_s, self.control.receivers()
+            time.sleep(0.02)
+
+    def changed(self) -> list[int]:
+        """Changed elements of every version after the first."""
+        return [v.changed for v in self.control.versions().versions if v.base is not None]
+
+    def dense_tiles(self) -> list[int]:
+        """Tiles that went whole, of every version after the first."""
+        return [v.dense_tiles for v in self.control.versions().versions if v.base is not None]
+
+    def close(self) -> None:
+        if self.receiver is not None:
+            self.receiver.close()
+        self.control.close()
