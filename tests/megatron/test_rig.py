@@ -135,22 +135,35 @@ def test_another_seed_gives_other_weights_and_data(rig: Rig) -> None:
     assert len({one, other, fresh}) == 3
 
 
-def test_a_rank_that_fails_ends_the_session_and_shows_its_log(tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
-    try:
-        with pytest.raises(RigError, match=r"rank 1 failed: ZeroDivisionError(.|\n)*a word in the log"):
-            rig.run(2, DENSE, f"{SCENARIOS}:fail")
-        # The host is still there: the next session starts at once.
-        session = rig.session(2)
-        session.start(Task(DENSE, f"{SCENARIOS}:talk"))
-        assert session.hear(1) == "hello"
-        session.kill(0)
-        session.say("go on", [1])
-        assert [result.value for result in session.wait(end=False)] == ["go on"]
-        with pytest.raises(RigError, match="took more than"):
-            hang(session)
-        for pid in session.pids.values():
-            with pytest.raises(ProcessLookupError):
-                os.kill(pid, 0)
-    finally:
-        rig.close()
+def test_a_rank_that_fails_ends_the_session_and_shows_its_log(rig: Rig) -> None:
+    session = rig.session(2)
+    with pytest.raises(RigError, match=r"rank 1 failed: ZeroDivisionError(.|\n)*a word in the log"):
+        session.run(DENSE, f"{SCENARIOS}:fail")
+    assert_ended(session)
+    assert rig.session(2) is not session
+
+
+def test_a_task_that_takes_too_long_ends_the_session(rig: Rig) -> None:
+    session = rig.session(2)
+    with pytest.raises(RigError, match="the task took more than 3 s"):
+        session.run(DENSE, f"{SCENARIOS}:talk", timeout_s=3)
+    assert_ended(session)
+
+
+def test_a_test_can_talk_with_a_task_and_kill_a_rank(rig: Rig) -> None:
+    session = rig.session(2)
+    session.start(Task(DENSE, f"{SCENARIOS}:talk"))
+    assert [session.hear(rank) for rank in (1, 0)] == ["hello", "hello"]
+    session.kill(0)
+    session.say("go on")
+    assert [result.value for result in session.wait()] == ["go on"]
+    session.close()
+    assert_ended(session)
+
+
+def assert_ended(session: Session) -> None:
+    assert not session.alive
+    assert len(session.pids) == session.world
+    for pid in session.pids.values():
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

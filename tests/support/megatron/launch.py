@@ -1,15 +1,20 @@
 """Starts the ranks of a rig session, gives them tasks and collects what they answer.
 
-Ranks live on from task to task, since importing Megatron-Core takes seconds. The one invariant: whatever goes wrong (a
-rank fails or ends, a task takes too long), all ranks of the session are killed and the error shows the end of each log.
+Ranks live on from task to task and are forked from one host, since importing Megatron-Core takes seconds. The one
+invariant: whatever goes wrong (a rank fails or ends, a task takes too long), all ranks of the session are killed and
+the error shows the end of each log.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import select
 import selectors
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import torch.distributed as dist
 
@@ -27,7 +32,7 @@ from tests.support.megatron.job import Job
 ROOT = Path(__file__).parents[3]
 # Below the range from which the system takes ports for outgoing connections.
 PORTS = range(20000, 32768)
-TAIL_LINES = 40
+TAIL_LINES = 60
 TIMEOUT_S = 120.0
 
 
@@ -65,18 +70,62 @@ def _store() -> dist.TCPStore:
     raise RigError("no free port for the ranks' store")
 
 
+class Host:
+    """The process that imports Megatron-Core once and forks the ranks of sessions. Its log is in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log = folder / "host.log"
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        settings = {
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+            "PYTHONWARNINGS": "ignore",
+            "PYTHONUNBUFFERED": "1",
+        }
+        with self.log.open("ab") as log, theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.megatron.worker", str(theirs.fileno())],
+                cwd=ROOT,
+                env=os.environ | settings,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+            )
+
+    def fork(self, world: int, env: Mapping[str, str], fds: list[int]) -> None:
+        """Start ranks. `fds` are, for each, its task pipe, its answer pipe and its log."""
+        try:
+            socket.send_fds(self._requests, [json.dumps({"world": world, "env": dict(env)}).encode()], fds)
+        except BrokenPipeError:
+            raise RigError(f"the ranks' host has ended\n{_tail(self.log)}") from None
+
+    def close(self) -> None:
+        """End the host. Ranks that it forked live on until their sessions close."""
+        self._requests.close()
+        self._process.kill()
+        self._process.wait()
+
+
 class Session:
     """`world` ranks that run tasks one after another. `folder` gets their logs and each task's own folder.
 
-    `env` is added to the ranks' environment. `processes` are the ranks, in order.
+    `env` is set in the ranks, after their imports. `pids` are those of the ranks that are ready, `import_seconds` what
+    their host took to import Megatron-Core.
     """
 
-    def __init__(self, world: int, folder: Path, *, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, world: int, folder: Path, *, host: Host | None = None, env: Mapping[str, str] | None = None
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.world = world
         self.folder = folder
-        self.import_seconds: dict[int, float] = {}
         self.alive = True
+        self.import_seconds = 0.0
+        self.pids: dict[int, int] = {}
+        self._handles: dict[int, int] = {}
         self._tasks = 0
         self._timeout_s = TIMEOUT_S
         self._store = _store()
@@ -86,34 +135,29 @@ class Session:
         self._buffers = [b""] * world
         self._killed: set[int] = set()
         self._selector = selectors.DefaultSelector()
-        self.processes = [self._start(rank, dict(env or {})) for rank in range(world)]
+        self._own_host = Host(folder) if host is None else None
+        self._host = host or self._own_host
+        self._pipes: list[IO[bytes]] = []
+        self._answers: list[IO[bytes]] = []
+        self._fork(env or {})
 
-    def _start(self, rank: int, env: dict[str, str]) -> subprocess.Popen[bytes]:
-        settings = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self.world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._store.port),
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1",
-            "TORCHDYNAMO_DISABLE": "1",
-            "PYTHONWARNINGS": "ignore",
-            "PYTHONUNBUFFERED": "1",
-        }
-        with self._logs[rank].open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.megatron.worker"],
-                cwd=ROOT,
-                env=os.environ | settings | env,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-            )
-        assert process.stdout is not None
-        os.set_blocking(process.stdout.fileno(), False)
-        self._selector.register(process.stdout, selectors.EVENT_READ, rank)
-        return process
+    def _fork(self, env: Mapping[str, str]) -> None:
+        assert self._host is not None
+        theirs: list[int] = []
+        for rank in range(self.world):
+            task_end, tasks = os.pipe()
+            answers, answer_end = os.pipe()
+            log = os.open(self._logs[rank], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            theirs += [task_end, answer_end, log]
+            self._pipes.append(open(tasks, "wb", buffering=0))  # noqa: SIM115 - closed by `close`
+            self._answers.append(open(answers, "rb", buffering=0))  # noqa: SIM115 - closed by `close`
+            self._selector.register(answers, selectors.EVENT_READ, rank)
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port)}
+        try:
+            self._host.fork(self.world, address | dict(env), theirs)
+        finally:
+            for fd in theirs:
+                os.close(fd)
 
     # --- tasks -----------------------------------------------------------------------------------------------------
 
@@ -159,20 +203,26 @@ class Session:
 
     def kill(self, rank: int) -> None:
         """End a rank at once, as a crash does. Its end is then no error; the session runs no further task."""
+        self._pump(lambda: rank in self._handles, f"rank {rank}'s start")
         self._killed.add(rank)
-        self.processes[rank].kill()
-        self.processes[rank].wait()
+        signal.pidfd_send_signal(self._handles[rank], signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill what still runs."""
+        """Kill what still runs and wait for its end."""
+        if not self.alive:
+            return
         self.alive = False
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None and not pipe.closed:
-                    _close(pipe)
+        for pipe in self._pipes:
+            pipe.close()  # a rank that has not said its pid yet ends by itself
+        if self._own_host is not None:
+            self._own_host.close()
+        for handle in self._handles.values():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+            select.select([handle], [], [])
+            os.close(handle)
+        for answers in self._answers:
+            answers.close()
         self._selector.close()
 
     def __enter__(self) -> Session:
@@ -190,11 +240,8 @@ class Session:
         for rank in ranks:
             if rank in self._killed:
                 continue
-            pipe = self.processes[rank].stdin
-            assert pipe is not None
             try:
-                pipe.write(line)
-                pipe.flush()
+                self._pipes[rank].write(line)
             except BrokenPipeError:
                 self._fail(f"rank {rank} has ended")
 
@@ -213,9 +260,7 @@ class Session:
         data = os.read(key.fd, 1 << 20)
         if not data:
             self._selector.unregister(key.fileobj)
-            if rank not in self._killed:
-                code = self.processes[rank].wait()
-                self._fail(f"rank {rank} ended with exit status {code}")
+            self._lost(rank, f"rank {rank} ended without an answer")
             return
         *lines, self._buffers[rank] = (self._buffers[rank] + data).split(b"\n")
         for line in lines:
@@ -223,36 +268,38 @@ class Session:
 
     def _take(self, rank: int, message: dict[str, Any]) -> None:
         if "ready" in message:
-            self.import_seconds[rank] = message["ready"]
+            self.import_seconds = message["ready"]
+            self.pids[rank] = message["pid"]
+            self._handles[rank] = os.pidfd_open(message["pid"])
         elif "said" in message:
             self._said[rank].append(message["said"])
         elif "result" in message:
             self._results[rank] = Result(message["result"], message["seconds"])
         else:
-            self._fail(f"rank {rank} failed:\n{message['failed']}")
+            self._lost(rank, f"rank {rank} failed: {message['failed']}")
+
+    def _lost(self, rank: int, why: str) -> None:
+        # After a kill, ranks that have answered fail as they leave: their groups are broken.
+        if rank not in self._killed and not (self._killed and rank in self._results):
+            self._fail(why)
 
     def _fail(self, why: str) -> None:
+        assert self._host is not None
         self.close()
-        tails = [f"--- {log.name} ---\n" + "\n".join(_tail(log)) for log in self._logs]
-        raise RigError("\n".join([why, *tails]))
+        raise RigError("\n".join([why, *(_tail(log) for log in [self._host.log, *self._logs])]))
 
 
-def _tail(log: Path) -> list[str]:
-    return log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-
-
-def _close(pipe: Any) -> None:
-    try:
-        pipe.close()
-    except BrokenPipeError:
-        return
+def _tail(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return "\n".join([f"--- {log.name} ---", *lines[-TAIL_LINES:]])
 
 
 class Rig:
-    """Sessions by world size, started when first asked for and started again after a failure."""
+    """Sessions by world size, on one host, started when first asked for and started again after a failure."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._host: Host | None = None
         self._sessions: dict[int, Session] = {}
         self._started = 0
 
@@ -261,7 +308,9 @@ class Rig:
         session = self._sessions.get(world)
         if session is None or not session.alive:
             self._started += 1
-            session = self._sessions[world] = Session(world, self._folder / f"session-{self._started}-world-{world}")
+            self._host = self._host or Host(self._folder)
+            folder = self._folder / f"session-{self._started}-world-{world}"
+            session = self._sessions[world] = Session(world, folder, host=self._host)
         return session
 
     def run(self, world: int, job: Job, scenario: str, *, timeout_s: float = TIMEOUT_S, **args: Any) -> list[Any]:
@@ -269,5 +318,8 @@ class Rig:
         return self.session(world).run(job, scenario, timeout_s=timeout_s, **args)
 
     def close(self) -> None:
+        """End all sessions and their host."""
         for session in self._sessions.values():
             session.close()
+        if self._host is not None:
+            self._host.close()

@@ -13,6 +13,7 @@ import torch
 from megatron.core import parallel_state as ps
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -116,6 +117,18 @@ def _latent_attention(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+class LatentCoreAttention(DotProductAttention):
+    """Megatron-Core's own attention, told that values may be narrower than keys, as latent attention needs: of its own
+    core attentions only the one on GPUs takes the two widths. It has no parameters."""
+
+    def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
+        # The first of the two constructions of an MLA layer, which the second replaces, gives no widths.
+        super().__init__(*args, **kwargs)
+        if k_channels is not None and v_channels is not None:
+            self.hidden_size_per_attention_head = k_channels
+            self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
+
+
 def build(job: Job, hf: dict[str, Any], config: TransformerConfig) -> list[torch.nn.Module]:
     """This rank's model chunks, one for each virtual pipeline stage, wrapped for 16-bit training where it is that.
 
@@ -126,11 +139,13 @@ def build(job: Job, hf: dict[str, Any], config: TransformerConfig) -> list[torch
 
 def _chunk(job: Job, hf: dict[str, Any], config: TransformerConfig, stage: int) -> torch.nn.Module:
     vp_stage = None if job.vpp is None else stage
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
+    if isinstance(config, MLATransformerConfig):
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = LatentCoreAttention
     model: torch.nn.Module = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_decoder_block_spec(
-            config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
-        ),
+        transformer_layer_spec=spec,
         vocab_size=padded_vocab(hf["vocab_size"], job.tp),
         max_sequence_length=hf["max_position_embeddings"],
         pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),

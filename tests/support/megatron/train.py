@@ -115,6 +115,7 @@ class Trainer:
         return OptimizerConfig(
             optimizer="adam",
             lr=job.lr,
+            min_lr=job.lr / 10,
             weight_decay=job.weight_decay,
             adam_beta1=job.betas[0],
             adam_beta2=job.betas[1],

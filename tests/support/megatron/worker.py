@@ -1,29 +1,37 @@
-"""One rank of the rig: `python -m tests.support.megatron.worker`, started by `launch.Session`, runs the tasks it reads.
+"""The rig's ranks: `python -m tests.support.megatron.worker FD` is their host, which `launch.Host` starts.
 
-The parent sends one JSON line a task over standard input; the rank answers with JSON lines over what was its standard
-output. Everything else that is printed goes to standard error, the rank's log. A task that fails ends the process.
+The host imports Megatron-Core, which takes seconds, once, and forks the ranks of each session it is asked for. A rank
+reads one JSON line a task from its standard input and answers with JSON lines on its answer pipe; all that is printed
+goes to its log. A task that fails ends the rank.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import importlib
 import json
 import os
+import signal
+import socket
 import sys
 import time
 import traceback
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
+FDS_PER_RANK = 3
 
+
+@dataclass(frozen=True)
 class Context:
     """What a scenario gets besides its trainer. `folder` is the task's own and shared by its ranks."""
 
-    def __init__(self, folder: Path, args: dict[str, Any], answers: IO[str]) -> None:
-        self.folder = folder
-        self.args = args
-        self._answers = answers
+    folder: Path
+    args: dict[str, Any]
+    _answers: IO[str] = field(repr=False)
 
     def say(self, value: Any) -> None:
         """Send a JSON value to the test, which gets it from `Session.hear`."""
@@ -37,55 +45,107 @@ class Context:
         return json.loads(line)["said"]
 
 
-def scenario_of(name: str) -> Any:
-    module, _, function = name.partition(":")
-    return getattr(importlib.import_module(module), function)
-
-
-def main() -> None:
-    started = time.monotonic()
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def serve(requests: socket.socket) -> None:
+    """Fork a session's ranks for each request, until the other end closes."""
+    began = time.monotonic()
     from tests.support.megatron import shim
 
     shim.install()
     import torch
+    import torch._dynamo  # the optimizers import it when first made
+
+    import tests.support.megatron.train  # noqa: F401
+
+    torch.set_num_threads(1)
+    seconds = time.monotonic() - began
+    gc.freeze()
+    # Ranks that end are reaped by the system; their sessions watch them through descriptors.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        line, fds, _, _ = socket.recv_fds(requests, 1 << 16, 256)
+        if not line:
+            return
+        request = json.loads(line)
+        for rank in range(request["world"]):
+            if os.fork() == 0:
+                requests.close()
+                os._exit(_become(rank, fds, request, seconds))
+        for fd in fds:
+            os.close(fd)
+
+
+def _become(rank: int, fds: list[int], request: dict[str, Any], seconds: float) -> int:
+    """In the child: take the rank's own descriptors, close the others', and work. Returns the exit status."""
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        first = FDS_PER_RANK * rank
+        tasks, answers, log = fds[first : first + FDS_PER_RANK]
+        for source, target in ((tasks, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
+        for fd in fds:
+            if fd != answers:
+                os.close(fd)
+        faulthandler.enable()
+        os.environ.update(request["env"], RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(request["world"]))
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - until the process ends
+        with os.fdopen(answers, "w") as pipe:
+            print(json.dumps({"ready": seconds, "pid": os.getpid()}), file=pipe, flush=True)
+            return _work(rank, request["world"], pipe)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+
+
+def _work(rank: int, world: int, answers: IO[str]) -> int:
+    import torch.distributed as dist
+
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    for number, line in enumerate(iter(sys.stdin.readline, "")):
+        task = json.loads(line)
+        print(f"--- task {number}: {task['scenario']} {_said(task['job'])}", file=sys.stderr, flush=True)
+        # A group of its own for each task: what the last one left in flight cannot reach this one.
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"task-{number}", store),
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=task["timeout_s"]),
+        )
+        try:
+            _run(task, answers)
+        except Exception as error:
+            traceback.print_exc()
+            print(json.dumps({"failed": repr(error)}), file=answers, flush=True)
+            # No clean-up: other ranks may wait for this one, and the end of a group would wait for them.
+            return 1
+    return 0
+
+
+def _said(job: dict[str, Any]) -> dict[str, Any]:
+    from tests.support.megatron.job import Job
+
+    usual = Job().to_json()
+    return {name: value for name, value in job.items() if value != usual[name]}
+
+
+def _run(task: dict[str, Any], answers: IO[str]) -> None:
     import torch.distributed as dist
 
     from tests.support.megatron.job import Job
     from tests.support.megatron.train import Trainer
 
-    torch.set_num_threads(1)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    print(json.dumps({"ready": time.monotonic() - started}), file=answers, flush=True)
-    for number, line in enumerate(iter(sys.stdin.readline, "")):
-        task = json.loads(line)
-        began = time.monotonic()
-        print(f"--- task {number}: {task['scenario']} {task['job']}", file=sys.stderr, flush=True)
-        try:
-            # A group of its own for each task: what the last one left in flight cannot reach this one.
-            dist.init_process_group(
-                "gloo",
-                store=dist.PrefixStore(f"task-{number}", store),
-                rank=rank,
-                world_size=world,
-                timeout=timedelta(seconds=task["timeout_s"]),
-            )
-            trainer = Trainer(Job.from_json(task["job"]))
-            built = time.monotonic()
-            result = scenario_of(task["scenario"])(trainer, Context(Path(task["folder"]), task["args"], answers))
-            dist.barrier()
-            trainer.close()
-            dist.destroy_process_group()
-        except Exception:
-            traceback.print_exc()
-            print(json.dumps({"failed": traceback.format_exc()}), file=answers, flush=True)
-            # Without clean-up: other ranks may wait for this one, and a group's end would wait for them.
-            os._exit(1)
-        seconds = {"build": built - began, "total": time.monotonic() - began}
-        print(json.dumps({"result": result, "seconds": seconds}), file=answers, flush=True)
+    began = time.monotonic()
+    module, _, function = task["scenario"].partition(":")
+    scenario = getattr(importlib.import_module(module), function)
+    trainer = Trainer(Job.from_json(task["job"]))
+    built = time.monotonic()
+    result = scenario(trainer, Context(Path(task["folder"]), task["args"], answers))
+    seconds = {"build": built - began, "total": time.monotonic() - began}
+    print(json.dumps({"result": result, "seconds": seconds}), file=answers, flush=True)
+    dist.barrier()  # a rank that still works needs the others' ends of its groups
+    trainer.close()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    serve(socket.socket(fileno=int(sys.argv[1])))
