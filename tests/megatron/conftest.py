@@ -1,17 +1,59 @@
-"""One rig for all Megatron-Core tests of a run: importing Megatron-Core takes longer than training a few steps."""
+"""Ranks are slow to start (importing Megatron-Core takes longer than training a few steps): sessions of ranks live as
+long as the folder's tests, and so does one pair of daemons."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.megatron.follower import Follower
+from tests.support.daemon_process import Daemon
 from tests.support.megatron.launch import Rig
 
 
-@pytest.fixture(scope="session")
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here):
+            item.add_marker(pytest.mark.megatron)
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="package")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """`rig.run(world, job, "module:function", **args)` gives what the function returned in each rank."""
-    rig = Rig(tmp_path_factory.mktemp("megatron"))
-    yield rig
-    rig.close()
+    made = Rig(tmp_path_factory.mktemp("megatron"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="package")
+def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """URLs of two node daemons; the first one has the store, and the receivers."""
+    folder = tmp_path_factory.mktemp("daemons")
+    shared = {"host": "127.0.0.1", "port": 0, "poll_interval_s": 0.02, "detect_threads": 1}
+    made: list[Daemon] = []
+    try:
+        for number, roles in enumerate(("publisher,coordinator,store,subscriber", "publisher")):
+            own = folder / str(number)
+            own.mkdir()
+            store = {} if number == 0 else {"store": f"{made[0].url}/store"}
+            made.append(Daemon(own, roles=roles, data_dir=str(own / "data"), **shared, **store))
+        yield [d.url for d in made]
+    finally:
+        for daemon in made:
+            daemon.end()
+
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def follower(rig: Rig, daemons: list[str]) -> Iterator[Follower]:
+    """A run of its own, with whatever receives it."""
+    made = Follower(rig, daemons, f"megatron-{next(_numbers)}")
+    yield made
+    made.close()

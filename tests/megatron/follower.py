@@ -11,19 +11,30 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from clients.control import ControlClient
 from clients.rollout.torch import TorchReceiver
-from tests.megatron.scenarios import bits
 from tests.support.megatron.job import Job, hf_config
 from tests.support.megatron.launch import Rig, Task
 
 TIMEOUT_S = 240.0
 
 
-def rollout_model(config: dict[str, Any]) -> torch.nn.Module:
-    """The transformers model of a configuration, as a rollout engine holds it, with weights of nobody's."""
-    own = dict(config)
-    kind = AutoConfig.for_model(own.pop("model_type"), **own)
-    model: torch.nn.Module = AutoModelForCausalLM.from_config(kind, dtype=getattr(torch, config["torch_dtype"]))
-    return model
+def rollout_model(config: dict[str, Any], dense: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """A rollout engine's model, with weights of nobody's: the transformers model, or for mixtures of experts, which
+    transformers keeps under names of its own, a module with one parameter for each tensor of the checkpoint."""
+    if "num_experts_per_tok" not in config:
+        own = dict(config)
+        kind = AutoConfig.for_model(own.pop("model_type"), **own)
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(kind, dtype=getattr(torch, config["torch_dtype"]))
+        return model
+    root = torch.nn.Module()
+    for name, tensor in dense.items():
+        *path, leaf = name.split(".")
+        module = root
+        for part in path:
+            if not hasattr(module, part):
+                module.add_module(part, torch.nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(leaf, torch.nn.Parameter(torch.zeros_like(tensor), requires_grad=False))
+    return root
 
 
 class Follower:
@@ -58,12 +69,12 @@ class Follower:
 
     def compare(self, job: Job, said: dict[str, Any]) -> None:
         """The receiver at the newest version against the gather of this step."""
+        dense = load_file(said["file"])
         if self.receiver is None:
-            self.model = rollout_model(hf_config(job))
+            self.model = rollout_model(hf_config(job), dense)
             self.receiver = TorchReceiver(self.model, name=f"to-{self.run}", run=self.run, daemon=self.daemons[0])
         if said["version"] is not None and said["state"] == "committed":
             self._wait(said["version"])
-        dense = load_file(said["file"])
         with self.receiver.serving(TIMEOUT_S):
             held = self.model.state_dict()
             names = {n for n in held if not (job.tied and n == "lm_head.weight")}
@@ -90,3 +101,8 @@ class Follower:
         if self.receiver is not None:
             self.receiver.close()
         self.control.close()
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bits as integers."""
+    return tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])

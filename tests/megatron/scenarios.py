@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 
 from clients.protocol import JobState
 from clients.trainer.megatron import MegatronSource
-from tests.support.megatron.gather import gather
+from tests.support.megatron.gather import gather_hf
 from tests.support.megatron.train import Trainer
 from tests.support.megatron.worker import Context
 
@@ -37,7 +36,7 @@ def source_of(trainer: Trainer, context: Context, **options: Any) -> MegatronSou
 
 def dump(trainer: Trainer, context: Context, number: int) -> str | None:
     """Write the dense gather; its file on rank 0. Collective."""
-    dense = gather(trainer)
+    dense = gather_hf(trainer)
     if dense is None:
         return None
     file = context.folder / f"dense-{number}.safetensors"
@@ -79,8 +78,3 @@ def train_alone(trainer: Trainer, context: Context) -> dict[str, Any]:
         trainer.step()
         trainer.sync_params()
     return {"file": dump(trainer, context, context.args["steps"])}
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bits as integers."""
-    return tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
