@@ -55,11 +55,13 @@ def gather_hf(
     return {n: t if n.endswith("e_score_correction_bias") else t.to(dtype) for n, t in tensors.items()}
 
 
-def gather_megatron(trainer: Trainer, *, check_replicas: bool = True) -> dict[str, torch.Tensor] | None:
-    """Full tensors under Megatron-Core names with global layer and expert numbers on rank 0, None elsewhere. Collective.
+def gather_megatron(
+    trainer: Trainer, *, check_replicas: bool = True, padding: bool = False
+) -> dict[str, torch.Tensor] | None:
+    """Full tensors under Megatron-Core names with global layer and expert numbers on rank 0, None elsewhere.
 
-    The vocabulary is not padded, `linear_fc1` is all of gate above all of up, `linear_qkv` is Megatron-Core's own order
-    of query groups. A tied output layer is left out.
+    Collective. The vocabulary is not padded unless `padding` asks for it, `linear_fc1` is all of gate above all of up,
+    `linear_qkv` is Megatron-Core's own order of query groups. A tied output layer is left out.
     """
     trainer.sync_params()
     mine = {name: (parts_rank(trainer, name), tensor.detach()) for name, tensor in named_tensors(trainer)}
@@ -75,7 +77,7 @@ def gather_megatron(trainer: Trainer, *, check_replicas: bool = True) -> dict[st
     full = {name: join(name, [found[part] for part in sorted(found)]) for name, found in parts.items()}
     vocab = trainer.hf_config["vocab_size"]
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        if name in full:
+        if name in full and not padding:
             full[name] = full[name][:vocab].clone()
     if trainer.hf_config["tie_word_embeddings"] and "output_layer.weight" in full:
         # With a pipeline, the last stage has a copy of the embedding.
@@ -98,7 +100,9 @@ def named_tensors(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
         numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
         biases = [(n, b) for n, b in model.named_buffers() if n.endswith(ROUTER_BIAS) and b is not None]
         for name, tensor in [*model.named_parameters(), *biases]:
-            name = re.sub(r"(?<=decoder\.layers\.)\d+", lambda m: str(numbers[int(m[0])]), name)
+            layer = re.match(r"decoder\.layers\.(\d+)\.", name)
+            if layer is not None:
+                name = f"decoder.layers.{numbers[int(layer[1])]}.{name[layer.end() :]}"
             yield re.sub(r"(?<=local_experts\.)\d+", lambda m: str(first + int(m[0])), name), tensor
 
 
@@ -118,7 +122,7 @@ def join(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(parts, dim=1 if name.endswith(SPLIT_COLUMNS) else 0)
 
 
-# --- Hugging Face names ------------------------------------------------------------------------------------------------
+# --- Hugging Face names ----------------------------------------------------------------------------------------------
 
 OUTSIDE = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
@@ -190,7 +194,7 @@ def _split_qkv(hf: dict[str, Any], tensor: torch.Tensor) -> list[torch.Tensor]:
     return [part.reshape(-1, *tensor.shape[1:]) for part in parts]
 
 
-# --- transport ---------------------------------------------------------------------------------------------------------
+# --- transport -------------------------------------------------------------------------------------------------------
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

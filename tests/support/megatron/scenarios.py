@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from tests.support.megatron.gather import gather_hf
+from tests.support.megatron.gather import gather_hf, gather_megatron
 from tests.support.megatron.train import Trainer
 from tests.support.megatron.worker import Context
 
@@ -25,17 +25,21 @@ def train(trainer: Trainer, context: Context) -> dict[str, Any]:
 def losses(trainer: Trainer, context: Context) -> dict[str, Any]:
     """Two steps, then the full weights, and what the job computes from them for one more batch.
 
-    Leaves `model.safetensors` (as the job holds them: FP32 where it trains so), `tokens.safetensors` with `tokens` and,
-    from the last stage, `losses.safetensors` with `losses`, one per token; and `logits` where one rank has all.
+    Leaves `model.safetensors` (as the job holds them: FP32 where it trains so), `batch.safetensors` with `tokens` and
+    `padding`, the rows that pad the output layer, and from the last stage `losses.safetensors` with `losses`, one per
+    token, and `logits` where one rank has all.
     """
     ok = [trainer.step().ok for _ in range(2)]
     weights = gather_hf(trainer, dtype=None)
     tokens = [
         torch.randint(0, trainer.job.vocab, (2, 17), generator=torch.Generator().manual_seed(n)) for n in range(4)
     ]
-    if weights is not None:
+    padded = gather_megatron(trainer, padding=True)
+    if weights is not None and padded is not None:
         save_file(weights, context.folder / "model.safetensors", metadata={"format": "pt"})
-        save_file({"tokens": torch.cat(tokens)}, context.folder / "tokens.safetensors")
+        output = padded["embedding.word_embeddings.weight" if trainer.job.tied else "output_layer.weight"]
+        batch = {"tokens": torch.cat(tokens), "padding": output[trainer.job.vocab :].clone()}
+        save_file(batch, context.folder / "batch.safetensors")
     found = trainer.token_losses(tokens)
     at = trainer.coordinates
     if found is not None and (at.tp, at.dp) == (0, 0):

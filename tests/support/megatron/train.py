@@ -251,9 +251,10 @@ class Trainer:
         """Overwrite the weights with those of another seed. Without `masters` the optimizer's FP32 copies stay behind,
         as after a checkpoint load that forgets them."""
         other = replace(self.job, seed=seed)
+        config = transformer_config(other, self.hf_config)
         torch.manual_seed(seed + 1000 * self.coordinates.pp)
         with torch.no_grad():
-            for chunk, fresh in zip(self.model_chunks, build(other, self.hf_config, self.config), strict=True):
+            for chunk, fresh in zip(self.model_chunks, build(other, self.hf_config, config), strict=True):
                 for mine, new in zip(chunk.parameters(), fresh.parameters(), strict=True):
                     mine.copy_(new)
         for chunk in self.model_chunks:
