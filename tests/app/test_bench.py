@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -91,7 +92,7 @@ def test_memory_measures_a_real_worker(record: Path, capsys: pytest.CaptureFixtu
     run_memory(record, json_output=True)
     result = last_json(capsys)
     assert set(result["extra"]) == {"certified", "snapshot"}  # type: ignore[call-overload]
-    assert not list(Path("/dev/shm").glob("dte-bench-*"))
+    assert not list(Path("/dev/shm").glob(f"dte-bench-*-{os.getpid()}-*"))
 
 
 def test_a_folder_without_a_record_is_refused(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from engine.codec.chunk import ChunkHeader, ChunkItem, encode
 from engine.errors import CodecError, InvalidInput
 from engine.layout.algebra import identity, to_json
 from engine.records import AbortDecision, EpochRecord, LatestHint, record_bytes
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 COMMANDS = ("serve", "demo", "status", "versions", "inspect", "verify", "export", "bench")
@@ -100,10 +100,7 @@ def test_a_daemon_that_does_not_answer_is_exit_code_one() -> None:
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real `dte serve` with every role; its URL."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    command = [sys.executable, "-m", "app.cli", "serve", "--port", str(port), "--run", "r"]
+    command = [sys.executable, "-m", "app.cli", "serve", "--port", str(free_port()), "--run", "r"]
     command += ["--data-dir", str(tmp_path_factory.mktemp("data"))]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None

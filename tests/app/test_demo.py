@@ -42,14 +42,14 @@ class Finished:
     workdir: Path
 
 
-def shared_files() -> set[str]:
-    return {f.name for f in Path("/dev/shm").glob("dte-demo-*")}
+def shared_files(pid: int) -> list[Path]:
+    """What a trainer process has left in shared memory."""
+    return list(Path("/dev/shm").glob(f"dte-demo-*-{pid}-*"))
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
     """One demo with two receivers and two optimizer steps between syncs."""
-    before = shared_files()
     script = (
         "import torch; torch.set_num_threads(1)\n"
         "from app.demo.run import DemoOptions, run_demo\n"
@@ -59,19 +59,22 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
     )
     folder = tmp_path_factory.mktemp("demo")
     environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
+    with subprocess.Popen(
         [sys.executable, "-c", script],
         cwd=ROOT,
         env=environment,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.stdout.strip(), done.stderr
+    ) as demo:
+        try:
+            out, err = demo.communicate(timeout=500)
+        finally:
+            demo.kill()
+    assert out.strip(), err
     (workdir,) = folder.glob("dte-demo-*")
-    assert shared_files() == before
-    yield Finished(done.returncode, json.loads(done.stdout.splitlines()[-1]), workdir)
+    assert not shared_files(demo.pid)
+    yield Finished(demo.returncode, json.loads(out.splitlines()[-1]), workdir)
     shutil.rmtree(workdir)
 
 
@@ -147,7 +150,6 @@ def test_inspect_shows_every_kind_of_object(finished: Finished) -> None:
 @pytest.mark.slow
 @pytest.mark.faults
 def test_an_interrupted_demo_leaves_nothing(tmp_path: Path) -> None:
-    before = shared_files()
     script = (
         "from app.demo.run import DemoOptions, run_demo\n"
         "from tests.support.tiny_policy import load_tiny\n"
@@ -168,11 +170,12 @@ def test_an_interrupted_demo_leaves_nothing(tmp_path: Path) -> None:
                 break
         children = descendants(demo.pid)
         assert len(children) >= 4
+        assert shared_files(demo.pid)
         demo.send_signal(signal.SIGINT)
         demo.communicate(timeout=120)
         assert demo.returncode != 0
     assert not list(tmp_path.glob("dte-demo-*"))
-    assert shared_files() == before
+    assert not shared_files(demo.pid)
     assert not [pid for pid in children if alive(pid)]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import httpx
 import pytest
 
 from app.openapi import export
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "http-api.md"
@@ -90,12 +90,6 @@ def test_the_page_names_every_field_of_every_request(document: dict[str, Any]) -
 def blocks() -> list[tuple[str, str]]:
     """(language, text) of every fenced block of the page, in order."""
     return re.findall(r"^```(\w*)\n(.*?)^```$", PAGE.read_text(), flags=re.M | re.S)
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 @contextmanager

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("DTE_SGLANG_PYTHON", ROOT / ".venv-sglang" / "bin" / "python"))
@@ -50,12 +51,6 @@ SHAPES: dict[tuple[int, int], tuple[str, ...]] = {
     (2, 2): ("qwen3-moe", "mixtral"),
     (4, 2): ("qwen3-moe", "llama"),
 }
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 DEEPSEEK: dict[str, Any] = {

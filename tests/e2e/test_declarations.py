@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
 
 
 def files_of(run: str) -> list[str]:
-    return [f.name for f in Path("/dev/shm").iterdir() if f.name.startswith(f"dte-{run}-")]
+    """What this process has in shared memory for a run."""
+    return [f.name for f in Path("/dev/shm").glob(f"dte-{run}-*-{os.getpid()}-*")]
 
 
 @pytest.mark.parametrize("name", ["a b", "a/b", "été", "x" * 600, "-a", "$", "a\n"])

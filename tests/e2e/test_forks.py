@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -78,7 +79,8 @@ def test_a_fork_does_not_speak_for_the_trainer() -> None:
 
 @pytest.mark.slow
 def test_a_fork_that_exits_and_a_trainer_that_never_closes_leave_the_right_files() -> None:
-    found = subprocess.run([sys.executable, "-c", SCRIPT, "unclosed"], capture_output=True, text=True, timeout=120)
+    run = f"unclosed-{os.getpid()}"
+    found = subprocess.run([sys.executable, "-c", SCRIPT, run], capture_output=True, text=True, timeout=120)
     assert found.stdout.split() == ["2", "1"], found.stderr
-    left = [f.name for f in Path("/dev/shm").iterdir() if f.name.startswith("dte-unclosed-")]
+    left = [f.name for f in Path("/dev/shm").iterdir() if f.name.startswith(f"dte-{run}-")]
     assert all("control" in name for name in left), left

@@ -23,8 +23,9 @@ from clients.control import ControlClient
 from clients.protocol import Job
 from engine.records import AbortDecision, CommitDecision, Decision, EpochStartDecision
 from tests.faults.model import SHAPES
-from tests.faults.processes import PATIENCE_S, Child, free_port
+from tests.faults.processes import PATIENCE_S, Child
 from tests.faults.wire import Hold, StoreProxy
+from tests.support.ports import free_port
 from tests.support.replay import replay
 from transports.store.local import LocalStore
 

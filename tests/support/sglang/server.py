@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -15,20 +13,13 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.ports import free_port
+
 ROOT = Path(__file__).parents[3]
 PYTHON = Path(os.environ.get("DTE_SGLANG_PYTHON", ROOT / ".venv-sglang" / "bin" / "python"))
 START_S = 600.0
 
 needs_sglang = pytest.mark.skipif(not PYTHON.exists(), reason="no SGLang environment; `make sglang` builds it")
-
-
-def free_port() -> int:
-    """A port below those the system gives out by itself: a server takes a minute until it binds it."""
-    while True:
-        port = random.randrange(12000, 30000)
-        with socket.socket() as found, contextlib.suppress(OSError):
-            found.bind(("127.0.0.1", port))
-            return port
 
 
 class Server:
