@@ -107,13 +107,7 @@ def test_weights_written_by_others_are_noticed_and_replaced(world: World, server
     assert server.weight_version == str(version)
 
 
-def test_a_server_that_dies_in_a_commit_is_proven_again_after_its_restart(
-    start: Callable[..., Server], worlds: Worlds, qwen3: Path
-) -> None:
-    server = start(qwen3).wait_ready()
-    world = worlds(qwen3)
-    world.register(server)
-    world.wait_version(0)
+def test_a_server_that_dies_in_a_commit_is_proven_again_after_its_restart(world: World, server: Server) -> None:
     (server.faults / "die-0").touch()
     version = world.step().version
     found = world.wait(state="lost")
@@ -123,7 +117,6 @@ def test_a_server_that_dies_in_a_commit_is_proven_again_after_its_restart(
     found = world.wait_version(version)
     assert found["resyncs"] == 0
     world.expect_newest(server)
-    server.end()
 
 
 class Driver:

@@ -1,47 +1,31 @@
-"""A real daemon in a process of its own: `python -m tests.support.daemon_process '{settings}'` prints its URL."""
+"""A real daemon in a process of its own."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+from tests.support.processes import Channel, Child
+
 
 class Daemon:
-    """The parent's end."""
+    """The parent's end of a daemon with these settings; what it prints is in `folder/daemon.log`."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
-        self._log = (folder / "daemon.log").open("a")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.daemon_process", json.dumps(settings)],
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        self.url = self.process.stdout.readline().strip()
-        assert self.url, (folder / "daemon.log").read_text()
+        self._child = Child("daemon", "tests.support.daemon_process:daemon", folder, **settings)
+        self.url: str = self._child.receive()["url"]
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        """SIGKILL, and wait for the end."""
+        self._child.kill()
 
     def end(self) -> None:
-        if self.process.poll() is None:
-            self.kill()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        self._log.close()
+        self._child.end()
 
 
-def main() -> None:
+def daemon(channel: Channel, **settings: Any) -> None:
+    """`dte serve` with these settings; says its address."""
     from app.main import serve
     from app.settings import Settings
 
-    serve(Settings(**json.loads(sys.argv[1])), ready=lambda url: print(url, flush=True))
-
-
-if __name__ == "__main__":
-    main()
+    serve(Settings(**settings), ready=lambda url: channel.send({"url": url}))

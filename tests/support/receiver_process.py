@@ -1,14 +1,8 @@
-"""A real receiver in a process of its own, commanded by JSON lines on stdin, answering on stdout.
-
-python -m tests.support.receiver_process '{"seed": 0, "name": "a", "run": "r", "socket": "…", "daemon": null}'
-"""
+"""A real receiver in a process of its own, commanded over a channel."""
 
 from __future__ import annotations
 
-import json
 import logging
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,6 +14,7 @@ from torch import nn
 
 from clients.rollout.torch import TorchReceiver
 from engine.records import TensorMeta
+from tests.support.processes import Channel, Child
 from tests.support.versions import metas_of
 
 State = dict[str, npt.NDArray[np.uint16]]
@@ -90,29 +85,12 @@ class Process:
         self.name = name
         self.folder = folder
         self.socket = folder / f"{name}.sock"
-        config = {"name": name, "run": "r", "seed": 0, "socket": str(self.socket)} | config
-        self._log = (folder / f"{name}.log").open("a")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.receiver_process", json.dumps(config)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
-        self.answer()
-
-    def answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, (self.folder / f"{self.name}.log").read_text()
-        found: dict[str, Any] = json.loads(line)
-        return found
+        config = {"run": "r", "seed": 0, "socket": str(self.socket)} | config
+        self._child = Child(name, "tests.support.receiver_process:receiver", folder, called=name, **config)
+        self._child.receive()
 
     def ask(self, command: str, **values: Any) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"command": command, **values}) + "\n")
-        self.process.stdin.flush()
-        return self.answer()
+        return self._child.ask(command, **values)
 
     def weights(self) -> State:
         path = self.folder / f"{self.name}.npz"
@@ -121,48 +99,54 @@ class Process:
             return {n: found[n] for n in found.files}
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        """SIGKILL, and wait for the end."""
+        self._child.kill()
 
     def end(self) -> None:
-        if self.process.poll() is None:
-            self.kill()
-        for stream in (self.process.stdin, self.process.stdout, self._log):
-            if stream is not None:
-                stream.close()
+        self._child.end()
 
 
-def main() -> None:
+def receiver(
+    channel: Channel,
+    *,
+    called: str,
+    run: str,
+    seed: int,
+    socket: str,
+    daemon: str | None = None,
+    owner_grace_s: float = 0.2,
+    finalize_timeout_s: float = 60.0,
+) -> None:
+    """Serve the tiny model with the weights of `seed`; the first answer says that it does."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     torch.set_num_threads(1)
-    config = json.loads(sys.argv[1])
     model = TinyModel()
-    load(model, tiny_state(config["seed"]))
+    load(model, tiny_state(seed))
     receiver = TorchReceiver(
         model,
-        name=config["name"],
-        run=config["run"],
-        daemon=config.get("daemon"),
-        socket_path=config["socket"],
-        owner_grace_s=config.get("owner_grace_s", 0.2),
-        finalize_timeout_s=config.get("finalize_timeout_s", 60.0),
+        name=called,
+        run=run,
+        daemon=daemon,
+        socket_path=socket,
+        owner_grace_s=owner_grace_s,
+        finalize_timeout_s=finalize_timeout_s,
     )
     leave = threading.Event()
-    print(json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin:
-        asked = json.loads(line)
+    channel.send({"ready": True})
+    while True:
+        asked = channel.receive()
         reply: dict[str, Any] = {}
-        if asked["command"] == "dump":
+        if asked["op"] == "dump":
             np.savez(asked["path"], **dump(model))  # type: ignore[arg-type]
-        elif asked["command"] == "poke":
+        elif asked["op"] == "poke":
             with torch.no_grad():
                 model.norm.weight[0] += 1
-        elif asked["command"] == "reset":
+        elif asked["op"] == "reset":
             load(model, tiny_state(asked["seed"]))
             leave.clear()
-        elif asked["command"] == "replace":
+        elif asked["op"] == "replace":
             model.norm.weight = nn.Parameter(model.norm.weight.detach().clone())
-        elif asked["command"] == "serve":
+        elif asked["op"] == "serve":
             entered = threading.Event()
 
             def hold(entered: threading.Event = entered) -> None:
@@ -172,12 +156,7 @@ def main() -> None:
 
             threading.Thread(target=hold, daemon=True).start()
             reply["entered"] = entered.wait(asked.get("timeout_s", 30))
-        elif asked["command"] == "leave":
+        elif asked["op"] == "leave":
             leave.set()
         reply |= {"version": receiver.version, "step": receiver.step, "ready": receiver.ready}
-        print(json.dumps(reply), flush=True)
-    receiver.close()
-
-
-if __name__ == "__main__":
-    main()
+        channel.send(reply)

@@ -20,10 +20,9 @@ ONE_BY_ONE = (
     "tests/e2e/test_life.py",
     "tests/app/test_publisher_faults.py",
     "tests/app/test_subscriber_faults.py",
-    "tests/model/",
 )
 # What takes longest starts first, so that both processes end at about the same time.
-FIRST = ("tests/sglang/", "tests/clients/test_sglang_layouts.py", "tests/faults/")
+FIRST = ("tests/sglang/", "tests/clients/test_sglang_layouts.py", "tests/faults/", "tests/model/")
 
 
 def group(nodeid: str) -> str:

@@ -1,4 +1,4 @@
-"""Real processes for the fault tests: forked from a server that has imported everything, so that each starts at once.
+"""Real processes for tests: forked from a server that has imported everything, so that each starts at once.
 
 One invariant: no process outlives the test process; each watches it (a stopped one ends once it is continued).
 """
@@ -27,6 +27,7 @@ _PRELOADED = [
     "clients.trainer",
     "tests.faults.nodes",
     "tests.faults.trainer",
+    "tests.support.receiver_process",
     "torch._dynamo",
     "torch.distributed",
 ]
