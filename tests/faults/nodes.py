@@ -1,4 +1,4 @@
-"""A receiver of the trainers' model."""
+"""What the other processes run: a daemon, and a receiver of the trainers' model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ import torch
 from torch import nn
 
 from tests.faults.model import SHAPES
-from tests.support.processes import Channel
+from tests.faults.processes import Channel
+
+
+def daemon(channel: Channel, **settings: Any) -> None:
+    """`dte serve` with these settings; says its address."""
+    from app.main import serve
+    from app.settings import Settings
+
+    serve(Settings(**settings), ready=lambda url: channel.send({"url": url}))
 
 
 class Served(nn.Module):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.sglang.checkpoints import write
 from tests.support.sglang.server import Server
 from tests.support.sglang.world import World
 
@@ -15,7 +16,7 @@ Worlds = Callable[..., World]
 
 @pytest.fixture(scope="module")
 def pair(start: Callable[..., Server], qwen3: Path) -> Server:
-    return start(qwen3, tp=2).wait_ready()
+    return start(qwen3, tp=2, extra=("--served-model-name", "policy")).wait_ready()
 
 
 @pytest.fixture
@@ -60,3 +61,25 @@ def test_the_newer_of_two_daemons_has_the_server(world: World, worlds: Worlds, p
     version = other.step().version
     other.wait_version(version)
     other.expect_newest(pair)
+
+
+def test_another_server_started_from_a_later_version_is_the_same_and_goes_on_from_it(
+    start: Callable[..., Server], worlds: Worlds, pair: Server, qwen3: Path, tmp_path: Path
+) -> None:
+    """The last test of the module: it ends the server."""
+    world = worlds(qwen3)
+    answer = world.follow(pair)
+    assert [m["id"] for m in pair.get("/v1/models")["data"]] == ["policy"]
+    sums = pair.checksums()
+    pair.end()
+    fresh = start(write(qwen3, world.state, tmp_path / "trained"), tp=2).wait_ready()
+    assert fresh.checksums() == sums
+    assert fresh.generate()["output_ids"] == answer["output_ids"]
+    world.step()
+    version = world.step().version
+    assert world.register(fresh, "fresh").status_code == 200
+    found = world.wait_version(version, "fresh")
+    assert found["resyncs"] == 0
+    assert world.receiver()["state"] == "lost"
+    world.expect_newest(fresh)
+    fresh.end()

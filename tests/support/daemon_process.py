@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.support.processes import Channel, Child
+from tests.faults.processes import Child
 
 
 class Daemon:
     """The parent's end of a daemon with these settings; what it prints is in `folder/daemon.log`."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
-        self._child = Child("daemon", "tests.support.daemon_process:daemon", folder, **settings)
+        self._child = Child("daemon", "tests.faults.nodes:daemon", folder, **settings)
         self.url: str = self._child.receive()["url"]
 
     def kill(self) -> None:
@@ -21,11 +21,3 @@ class Daemon:
 
     def end(self) -> None:
         self._child.end()
-
-
-def daemon(channel: Channel, **settings: Any) -> None:
-    """`dte serve` with these settings; says its address."""
-    from app.main import serve
-    from app.settings import Settings
-
-    serve(Settings(**settings), ready=lambda url: channel.send({"url": url}))

@@ -17,14 +17,19 @@ from collections.abc import Iterator
 FIRST, END = 10_000, 32_000
 
 
+def ports_of(worker: int, workers: int) -> range:
+    """The ports of one of the processes that share out the tests."""
+    size = (END - FIRST) // workers
+    first = FIRST + size * (worker % workers)  # a process that replaces a crashed one has a number above all others
+    return range(first, first + size)
+
+
 def _own() -> Iterator[int]:
     """The ports of this process, in turn, from a random one on: another test run may be on this machine."""
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    size = (END - FIRST) // count
-    first = FIRST + size * (worker % count)
-    start = random.randrange(size)
-    return itertools.cycle((*range(first + start, first + size), *range(first, first + start)))
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    ports = ports_of(int(worker), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    start = random.randrange(len(ports))
+    return itertools.cycle((*ports[start:], *ports[:start]))
 
 
 _ports = _own()

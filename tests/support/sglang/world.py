@@ -20,6 +20,7 @@ from transports.store.local import LocalStore
 
 _numbers = itertools.count()
 PATIENCE_S = 120.0
+VERSIONS = 5
 
 
 class World:
@@ -78,6 +79,27 @@ class World:
 
     def wait_version(self, version: int, name: str = "actor") -> dict[str, Any]:
         return self.wait(name, installed=version, ready=True)
+
+    def follow(self, server: Server, *, answers: bool = True) -> dict[str, Any]:
+        """Several versions, one after the other; a greedy answer at the end."""
+        assert self.register(server).status_code == 200
+        # The server was started from the trainer's checkpoint: nothing needed to be written.
+        found = self.wait_version(0)
+        assert (found["resyncs"], found["ranks"], found["proof"]) == (0, server.tp, "proven")
+        assert server.weight_version == "0"
+        before = server.generate() if answers else {}
+        for _ in range(VERSIONS):
+            version = self.step().version
+        found = self.wait_version(version)
+        assert found["resyncs"] == 0
+        assert found["last_install_ms"]["pause"] > 0
+        assert server.weight_version == str(version)
+        after = server.generate() if answers else {}
+        if answers:
+            assert after["output_ids"] != before["output_ids"]
+            assert after["meta_info"]["weight_version"] == str(version)
+        assert server.get("/model_info")["model_path"] == str(server.model)
+        return after
 
     def expect_newest(self, server: Server, *, answers: bool = True) -> None:
         """The server has the run's newest state: the engine's own loading of it from disk gives the same bits."""
