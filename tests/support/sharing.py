@@ -10,8 +10,13 @@ from __future__ import annotations
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-# Together in one process: only one real SGLang server starts at a time, and two of them would share pinned cores.
-TOGETHER = {"tests/sglang/": "sglang", "tests/clients/test_sglang_layouts.py": "sglang"}
+# Whole packages in one process: what they share takes long to start. Two SGLang servers would also share pinned cores.
+TOGETHER = {
+    "tests/sglang/": "sglang",
+    "tests/clients/test_sglang_layouts.py": "sglang",
+    "tests/megatron/": "megatron",
+    "tests/fsdp/": "fsdp",
+}
 # Their tests take long and share nothing, or what is cheap to have in both processes: one group each.
 ONE_BY_ONE = (
     "tests/faults/",
@@ -22,7 +27,7 @@ ONE_BY_ONE = (
     "tests/app/test_subscriber_faults.py",
 )
 # What takes longest starts first, so that both processes end at about the same time.
-FIRST = ("tests/sglang/", "tests/clients/test_sglang_layouts.py", "tests/faults/", "tests/model/")
+FIRST = (*TOGETHER, "tests/faults/", "tests/model/", "tests/app/test_publisher_faults.py", "tests/e2e/")
 
 
 def group(nodeid: str) -> str:
