@@ -17,7 +17,7 @@ from clients.protocol import MemoryRef, SliceSpec
 from clients.trainer.arena import Arena, Slot, slot_bytes
 from clients.trainer.formulas import new_step_counter
 from clients.trainer.fused import GroupSteps
-from clients.trainer.home import local_of, put_local
+from clients.trainer.home import Home, local_of, put_local
 from clients.trainer.shards import Piece, Plan, Shard
 from engine.errors import StateConflict
 from transports.memory.shm import DTYPES
@@ -118,7 +118,7 @@ class Binding:
         for b in self._bound:
             if not b.shard.frozen or b.shard.mirrored:
                 continue
-            seen, b.version = b.version, b.shard.home.memory()._version
+            seen, b.version = b.version, _writes_to(b.shard.home)
             if seen != b.version:
                 self._written(b)
             elif announced:
@@ -160,7 +160,7 @@ class Binding:
         view = slot.take(memory)
         if not shard.mirrored:
             shard.home.replace(view)
-        bound.version = shard.home.memory()._version
+        bound.version = _writes_to(shard.home)
         if shard.group is not None:
             self._ensure_state(shard)
             state = self._state(shard)
@@ -277,6 +277,11 @@ class Binding:
                     remedy="Close this source and register a new one (load_state_dict with assign=True, or a new "
                     "optimizer, replaces parameters).",
                 )
+
+
+def _writes_to(home: Home) -> int:
+    """Torch's count of in-place writes. A write to a DTensor counts there, and not in the memory it reaches."""
+    return home.param._version + home.memory()._version
 
 
 def _changed(name: str, tensor: torch.Tensor) -> StateConflict:
