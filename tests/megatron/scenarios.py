@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from safetensors.torch import save_file
 
+from clients.control import ControlClient
 from clients.protocol import JobState
 from clients.trainer.megatron import MegatronSource
 from tests.support.megatron.gather import gather_hf
@@ -44,16 +46,29 @@ def dump(trainer: Trainer, context: Context, number: int) -> str | None:
     return str(file)
 
 
+def tell(
+    trainer: Trainer, context: Context, step: int, state: str, version: int | None, file: str | None, **more: Any
+) -> None:
+    """Rank 0 tells the test, and waits until it has compared: until then the receiver must not move on."""
+    if trainer.coordinates.rank == 0:
+        context.say({"step": step, "state": state, "version": version, "file": file} | more)
+        context.hear()
+
+
+def decided(context: Context, trainer: Trainer, version: int = 0) -> None:
+    """Wait until this rank's daemon knows a version, so that the next sync makes the next one."""
+    daemons = context.args["daemons"]
+    with ControlClient(daemons[trainer.coordinates.rank % len(daemons)], run=context.args["run"]) as control:
+        control.wait_for_version(version, TIMEOUT_S)
+
+
 def ship(trainer: Trainer, context: Context, source: MegatronSource, number: int, **more: Any) -> None:
     """Sync, wait for the end, and let rank 0 tell the test what the weights are and what became of them."""
+    dist.barrier()  # every rank's daemon knows what became of the last version
     handle = source.sync(number)
     file = dump(trainer, context, number)
     job = handle.wait(TIMEOUT_S)
-    if trainer.coordinates.rank == 0:
-        context.say(
-            {"step": number, "state": job.state.value, "version": job.version, "file": file, "detail": job.detail}
-            | more
-        )
+    tell(trainer, context, number, job.state.value, job.version, file, detail=job.detail, **more)
     assert job.state in (JobState.COMMITTED, JobState.UNCHANGED), job
 
 
@@ -61,8 +76,8 @@ def follow(trainer: Trainer, context: Context) -> dict[str, Any]:
     """Argument `steps`: so many training steps, each synced. Returns what this rank declared."""
     with source_of(trainer, context) as source:
         file = dump(trainer, context, 0)
-        if trainer.coordinates.rank == 0:
-            context.say({"step": 0, "state": "committed", "version": 0, "file": file, "detail": {}})
+        decided(context, trainer)
+        tell(trainer, context, 0, "committed", 0, file)
         steps = []
         for number in range(1, context.args["steps"] + 1):
             result = trainer.step()
