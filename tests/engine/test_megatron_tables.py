@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from engine.models.megatron import (
     check_transformer_config,
     restrict,
 )
+from engine.models.megatron.table import LAYER_RULES, MODEL_RULES
 from engine.records.models import TensorMeta
 from tests.support.megatron.reference import Coordinates, Experts, Form, Held, Tagged, held
 
@@ -487,3 +490,9 @@ def test_settings_that_change_the_meaning_of_stored_weights_are_refused() -> Non
     ):  # fmt: skip
         with pytest.raises(InvalidInput, match=name):
             check_transformer_config(type("Other", (Plain,), {name: value})())
+
+
+def test_the_page_lists_every_rule() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "megatron-layouts.md").read_text()
+    rows = re.findall(r"^\| `([^`]+)` \| (?:`|DeepSeek)", page, re.MULTILINE)
+    assert rows == [*MODEL_RULES, *LAYER_RULES]
