@@ -70,7 +70,7 @@ def test_one_rank_computes_what_transformers_does(rig: Rig, family: Any) -> None
         pytest.param(2, replace(FP32, pp=2, tied=True), id="pp2-tied"),
         pytest.param(2, replace(FP32, pp=2, vpp=2, layers=4), id="pp2-vpp2"),
         pytest.param(2, replace(MOE, ep=2), id="ep2"),
-        pytest.param(2, replace(MLA, tp=2, layers=3), id="deepseek-tp2"),
+        pytest.param(2, replace(MLA, tp=2, sp=True, layers=3), id="deepseek-tp2"),
         pytest.param(4, replace(FP32, tp=2, pp=2, vpp=2, layers=4, tied=True), id="tp2-pp2-vpp2-tied"),
         pytest.param(4, replace(MOE, ep=2, tp=2, sp=True, etp=1), id="ep2-tp2-etp1"),
         pytest.param(4, replace(MOE, ep=2, tp=2, sp=True, etp=2), id="ep2-tp2-etp2"),

@@ -190,7 +190,7 @@ def _split_qkv(hf: dict[str, Any], tensor: torch.Tensor) -> list[torch.Tensor]:
     head = hf.get("head_dim", hf["hidden_size"] // hf["num_attention_heads"])
     queries = hf["num_attention_heads"] // groups
     by_group = tensor.reshape(groups, (queries + 2) * head, *tensor.shape[1:])
-    parts = by_group.split([queries * head, head, head], dim=1)
+    parts = torch.split(by_group, [queries * head, head, head], dim=1)
     return [part.reshape(-1, *tensor.shape[1:]) for part in parts]
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-import torch.distributed as dist
+from torch.distributed import DistNetworkError, TCPStore
 
 from tests.support.megatron.job import Job
 
@@ -58,14 +58,14 @@ class Result:
     seconds: Mapping[str, float]
 
 
-def _store() -> dist.TCPStore:
+def _store() -> TCPStore:
     """A store on a free port. It listens here, in the test's process, so that nobody can take the port in between."""
     ports = list(PORTS)
     random.SystemRandom().shuffle(ports)
     for port in ports[:50]:
         try:
-            return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-        except (RuntimeError, dist.DistNetworkError):
+            return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        except (RuntimeError, DistNetworkError):
             continue
     raise RigError("no free port for the ranks' store")
 

@@ -177,4 +177,4 @@ def _vary_vectors(model: torch.nn.Module, seed: int) -> None:
         part = ps.get_tensor_model_parallel_rank() if getattr(parameter, "tensor_model_parallel", False) else 0
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{offset}/{name}/{part}".encode()))
         with torch.no_grad():
-            parameter += 0.2 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            parameter.add_((0.2 * torch.randn(parameter.shape, generator=generator)).to(parameter.dtype))

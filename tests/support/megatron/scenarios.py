@@ -38,8 +38,8 @@ def losses(trainer: Trainer, context: Context) -> dict[str, Any]:
     if weights is not None and padded is not None:
         save_file(weights, context.folder / "model.safetensors", metadata={"format": "pt"})
         output = padded["embedding.word_embeddings.weight" if trainer.job.tied else "output_layer.weight"]
-        batch = {"tokens": torch.cat(tokens), "padding": output[trainer.job.vocab :].clone()}
-        save_file(batch, context.folder / "batch.safetensors")
+        inputs = {"tokens": torch.cat(tokens), "padding": output[trainer.job.vocab :].clone()}
+        save_file(inputs, context.folder / "batch.safetensors")
     found = trainer.token_losses(tokens)
     at = trainer.coordinates
     if found is not None and (at.tp, at.dp) == (0, 0):

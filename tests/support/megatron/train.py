@@ -269,12 +269,11 @@ class Trainer:
         state = {
             "model": [chunk.state_dict() for chunk in self.model_chunks],
             "optimizer": self.optimizer.state_dict(),
+            "shards": [{"master": master.detach(), **state} for master, state in self._shards()],
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "step": self.step_number,
         }
         torch.save(state, folder / f"rank-{self.coordinates.rank}.pt")
-        if self.job.optimizer == "dist":
-            self.optimizer.save_parameter_state(str(folder / f"shards-{self.coordinates.rank}.pt"))
         dist.barrier()
 
     def load(self, folder: Path, *, optimizer: bool = True) -> None:
@@ -287,10 +286,27 @@ class Trainer:
         if optimizer:
             self.optimizer.load_state_dict(state["optimizer"])
             if self.job.optimizer == "dist":
-                self.optimizer.load_parameter_state(str(folder / f"shards-{self.coordinates.rank}.pt"))
+                self._load_shards(state["shards"])
             if self.scheduler is not None:
+                self.scheduler.num_steps = 0  # it adds the loaded steps to those it has taken
                 self.scheduler.load_state_dict(state["scheduler"])
         dist.barrier()
+
+    def _shards(self) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+        """The masters and the optimizer state of what the inner optimizers own here, live."""
+        inner = [o.optimizer for o in self.optimizers if o.optimizer is not None]
+        return [(p, o.state[p]) for o in inner for group in o.param_groups for p in group["params"]]
+
+    def _load_shards(self, shards: list[dict[str, torch.Tensor]]) -> None:
+        """What a distributed optimizer's `state_dict` leaves out. Megatron-Core's own calls for it cannot load torch's
+        AdamW: they know no step for each parameter, and `load_state_dict` gives all parameters one step tensor, which
+        each of them then advances. Here each gets its own again."""
+        with torch.no_grad():
+            for (master, state), saved in zip(self._shards(), shards, strict=True):
+                master.copy_(saved["master"])
+                state["step"] = saved["step"].clone()
+                for moment in ("exp_avg", "exp_avg_sq"):
+                    state[moment].copy_(saved[moment])
 
     def close(self) -> None:
         """Give up the parallel groups; weights and optimizer stay readable."""

@@ -98,15 +98,16 @@ def _become(rank: int, fds: list[int], request: dict[str, Any], seconds: float) 
 
 def _work(rank: int, world: int, answers: IO[str]) -> int:
     import torch.distributed as dist
+    from torch.distributed import PrefixStore, TCPStore
 
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     for number, line in enumerate(iter(sys.stdin.readline, "")):
         task = json.loads(line)
         print(f"--- task {number}: {task['scenario']} {_said(task['job'])}", file=sys.stderr, flush=True)
         # A group of its own for each task: what the last one left in flight cannot reach this one.
         dist.init_process_group(
             "gloo",
-            store=dist.PrefixStore(f"task-{number}", store),
+            store=PrefixStore(f"task-{number}", store),
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=task["timeout_s"]),
