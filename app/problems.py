@@ -53,6 +53,7 @@ STATUS: dict[type[DteError], HTTPStatus] = {
 }
 
 STATUS_OF_CODE: dict[str, HTTPStatus] = {
+    "device-memory": HTTPStatus.UNPROCESSABLE_ENTITY,
     "revoked": HTTPStatus.CONFLICT,
     "hold-timeout": HTTPStatus.CONFLICT,
     "no-room": HTTPStatus.INSUFFICIENT_STORAGE,

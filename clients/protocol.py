@@ -22,14 +22,41 @@ class Model(BaseModel):
 ShmName = Annotated[str, StringConstraints(pattern=r"^dte-[A-Za-z0-9._-]{1,200}$")]
 
 
+ElementType = Literal["float32", "bfloat16", "float16", "int64", "int32", "int16", "uint8", "float64", "int8", "bool"]
+_BASE64 = r"^[A-Za-z0-9+/]+={0,2}$"
+
+
 class MemoryRef(Model):
-    """A flat array in trainer memory. Kind `shm`: a file of that name under /dev/shm. A page, not a pickle."""
+    """A flat array in shared memory of the host: a file of that name under /dev/shm. A page, not a pickle."""
 
     kind: Literal["shm"] = "shm"
     file: ShmName
     offset_bytes: Count
     numel: Count
-    dtype: Literal["float32", "bfloat16", "float16", "int64", "int32", "int16", "uint8", "float64", "int8", "bool"]
+    dtype: ElementType
+
+
+class CudaRef(Model):
+    """A flat array in memory of a CUDA device, which CUDA's interprocess calls open by these fields.
+
+    `device` is its UUID, as the index differs between processes. `handle` (base64) names the allocation; the storage is
+    the `storage_bytes` from `storage_offset_bytes` on in it, the array starts `offset_bytes` into the storage. `event`
+    (base64) is the interprocess event that a reader waits for.
+    """
+
+    kind: Literal["cuda"] = "cuda"
+    device: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")]
+    handle: Annotated[str, StringConstraints(pattern=_BASE64, min_length=24, max_length=350_000)]
+    storage_offset_bytes: Annotated[int, Field(ge=0, le=1 << 44)]
+    storage_bytes: Annotated[int, Field(ge=1, le=1 << 44)]
+    offset_bytes: Annotated[int, Field(ge=0, le=1 << 44)]
+    numel: Count
+    dtype: ElementType
+    event: Annotated[str, StringConstraints(pattern=_BASE64, min_length=88, max_length=88)]
+
+
+AnyRef = Annotated[MemoryRef | CudaRef, Field(discriminator="kind")]
+"""Where an array of the trainer lies, by `kind`: `shm` or `cuda`."""
 
 
 class FormulaSpec(Model):
@@ -66,14 +93,15 @@ class SliceSpec(Model):
     numel: Count
     blocks: list[BlockJson]
     detector: Detector
-    theta: MemoryRef
-    exp_avg: MemoryRef | None = None
-    exp_avg_sq: MemoryRef | None = None
+    theta: AnyRef
+    exp_avg: AnyRef | None = None
+    exp_avg_sq: AnyRef | None = None
     group: int | None = None
 
 
 class RankRegistration(Model):
-    """`POST /ranks`."""
+    """`POST /ranks`. `mirrored`: how many slices are copies that the trainer makes at every sync, because their own
+    memory cannot be read by another process; counted as a degraded mode."""
 
     run: RunId
     launch: LaunchId
@@ -86,6 +114,7 @@ class RankRegistration(Model):
     tensors: list[TensorMeta]
     groups: list[FormulaSpec] = Field(default_factory=list)
     slices: list[SliceSpec]
+    mirrored: Count = 0
 
 
 class SyncRequest(Model):
@@ -261,9 +290,12 @@ class Event(Model):
 
 
 __all__ = [
+    "AnyRef",
+    "CudaRef",
     "Cut",
     "Detector",
     "Digest",
+    "ElementType",
     "Event",
     "FormulaSpec",
     "HyperSpec",

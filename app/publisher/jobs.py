@@ -43,6 +43,7 @@ class JobBook:
     def add(self, job: Job) -> Job:
         """Put a new job (or one from before a restart)."""
         self._jobs[job.id] = job
+        self._finished.pop(job.id, None)
         if job.state.final:
             self._finish(job, counted=False)
         else:

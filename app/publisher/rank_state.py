@@ -28,6 +28,8 @@ from app.worker.spool import RankSpool
 from clients.protocol import Job, JobState, RankRegistration, SyncRequest
 from engine.errors import CodecError, DteError, InvalidInput, StateConflict
 from transports.errors import StoreError
+from transports.memory.cuda_ipc import REMEDY as DEVICE_REMEDY
+from transports.memory.cuda_ipc import DeviceMemoryError
 from transports.memory.generation import ControlBlock
 from transports.memory.shm import SHM_DIR, SharedMemoryError
 
@@ -123,6 +125,11 @@ class RankState:
     def name(self) -> str:
         r = self.registration
         return f"run {r.run}, launch {r.launch}, rank {r.rank}"
+
+    @property
+    def unmapped(self) -> bool:
+        """Nothing began: no worker could map the trainer's device memory. The trainer may register copies instead."""
+        return self.epoch is None and isinstance(self.ended, DeviceMemoryError)
 
     @property
     def undecided(self) -> int | None:
@@ -240,6 +247,8 @@ class RankState:
                 self.node.degraded.count("inexact-replay", detail=f"{name}: replay may not drop elements here")
         if not opened.attached:
             self.node.degraded.count("trainer-detached", detail=f"{self.name}: {opened.why}")
+            if self.epoch is None and opened.unmappable:
+                raise DeviceMemoryError(opened.why, remedy=DEVICE_REMEDY)
             if self.epoch is None:
                 raise InvalidInput(
                     f"the trainer's memory cannot be used: {opened.why}", remedy="Register again from a live trainer."

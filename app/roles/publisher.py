@@ -79,7 +79,10 @@ class PublisherRole(Role):
             key = (registration.run, registration.rank)
             current = self._sessions.get(key)
             if current is not None and current.state.registration.launch == registration.launch:
-                return self._again(current, registration)
+                if not current.state.unmapped or current.first_registration == registration:
+                    return self._again(current, registration)
+                await current.stop()
+                del self._sessions[key]
             if any(_same_launch(s.state.registration, registration) for s in self._retiring):
                 raise StateConflict(
                     f"launch {registration.launch!r} of rank {registration.rank} has ended here.",
@@ -88,6 +91,8 @@ class PublisherRole(Role):
             spool = RankSpool.of(self.node.settings.spool_dir, registration.run, registration.launch, registration.rank)
             await asyncio.to_thread(spool.remove)
             session = self._session(registration, spool, None)
+            if registration.mirrored:
+                self.node.degraded.count("mirrored", registration.mirrored, detail=session.state.name)
             return self._replace(session)
 
     async def deregister(self, run: str, rank: int, launch: str | None) -> None:

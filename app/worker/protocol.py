@@ -13,6 +13,7 @@ from pydantic import Field
 from clients.protocol import Model, RankRegistration, SliceSpec, SyncRequest
 from engine.errors import CodecError, DteError, InvalidInput, LayoutError, StateConflict, UnsupportedOptimizer
 from engine.records.models import Count, SliceDecl, SliceResult
+from transports.memory.cuda_ipc import DeviceMemoryError
 from transports.memory.shm import SharedMemoryError, SharedMemoryInvalid
 
 
@@ -70,11 +71,13 @@ class Open(Model):
 
 class Opened(Model):
     """`attached`: the trainer's memory is mapped; else `why` not (a dead trainer's spool can still be encoded).
+    `unmappable`: because memory of a device cannot be opened by another process here; copies could be read.
     `exact_replay` names the formulas that passed the self-test. The rest mirrors the ledger; `read` is False when there
     is none."""
 
     attached: bool
     why: str = ""
+    unmappable: bool = False
     exact_replay: dict[str, bool] = Field(default_factory=dict)
     read: bool = False
     epoch: int | None = None
@@ -207,6 +210,7 @@ _ERRORS: dict[str, type[DteError]] = {
     for e in (
         BaseMoved,
         CodecError,
+        DeviceMemoryError,
         HoldTimeout,
         InvalidInput,
         LayoutError,

@@ -30,6 +30,7 @@ from engine.digest import add_all, from_hex, to_hex
 from engine.errors import CodecError, InvalidInput, StateConflict
 from engine.ledger import InFlight, Ledger, SliceLedger
 from engine.pending import empty, fold
+from transports.memory.cuda_ipc import Cuda, DeviceMemoryError
 from transports.memory.generation import ControlBlock
 from transports.memory.shm import SharedMemoryError
 
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 class RankWorker:
     """Built by `open`; then `initial`, `begin`, `read`, `settle` one at a time, `encode` beside them."""
 
-    def __init__(self, request: p.Open, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, request: p.Open, clock: Callable[[], float] = time.monotonic, cuda: Cuda | None = None) -> None:
         self._registration: RankRegistration = request.registration
         self._options = request.options
         self._spool = RankSpool.of_root(request.spool)
@@ -51,14 +52,14 @@ class RankWorker:
         self._reader = SliceReader(
             backend, group_tiles=self._options.group_tiles, dense_fraction=self._options.dense_fraction, clock=clock
         )
-        self._steps = StepReader(self._registration, self._reader)
+        self._steps = StepReader(self._registration, self._reader, cuda)
         self._shapes = self._steps.shapes
 
     # --- opening ---------------------------------------------------------------------------------------------------
 
     def open(self) -> p.Opened:
         """Map memory, run the formula self-tests, load the ledger."""
-        attached, why = True, ""
+        attached, why, unmappable = True, "", False
         try:
             self._control = ControlBlock.open(self._registration.control)
             if self._control.owner_alive():
@@ -70,6 +71,8 @@ class RankWorker:
                 attached, why = False, "the trainer process is gone."
         except SharedMemoryError as error:
             attached, why = False, str(error)
+        except DeviceMemoryError as error:
+            attached, why, unmappable = False, error.message, True
         damaged = self._load()
         known = self._ledger
         flight = None if known is None else known.in_flight
@@ -77,6 +80,7 @@ class RankWorker:
         return p.Opened(
             attached=attached,
             why=why,
+            unmappable=unmappable,
             exact_replay=self._steps.exact,
             read=known is not None,
             epoch=None if known is None else known.epoch,
@@ -128,7 +132,10 @@ class RankWorker:
         control = self._attached()
         if not control.intact(request.generation, request.hold):
             return p.InitialDone(revoked=True)
-        slices = self._steps.digests()
+        try:
+            slices = self._steps.digests()
+        finally:
+            self._steps.rest()
         if not control.intact(request.generation, request.hold):
             return p.InitialDone(revoked=True)
         self._save(
@@ -223,6 +230,7 @@ class RankWorker:
         try:
             return self._read_now(request, known, control)
         finally:
+            self._steps.rest()
             self._reader.until_s = None
 
     def _read_now(self, request: p.Read, known: Ledger, control: ControlBlock) -> p.ReadDone:
@@ -288,10 +296,13 @@ class RankWorker:
         except BaseException:
             writer.abandon()
             raise
+        finally:
+            self._steps.rest()
         self._release(hold)
         return p.ReadDone(published=version, detail=detail, timings_ms=timings)
 
     def _release(self, hold: int) -> None:
+        self._steps.rest()
         if self._control is not None:
             self._control.release(hold)
 

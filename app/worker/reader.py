@@ -127,13 +127,12 @@ class SliceReader:
     ) -> SliceRead:
         """One optimizer step since the last read: certified detection, then the proof, tile by tile."""
         assert ledger.digest_last is not None
-        assert source.m is not None
-        assert source.v is not None
         geometry = source.shape.geometry
         parts: list[tuple[Detection, Resolved]] = []
         for a, b in self._groups(source.shape.tiles):
+            theta, m, v, first = source.state(a, b)
             detection = self._backend.detect(
-                formula, ctx, source.theta, source.m, source.v, geometry, a, b, exact_replay=exact_replay
+                formula, ctx, theta, m, v, geometry, a, b, exact_replay=exact_replay, first_tile=first
             )
             resolved = resolve(detection, ledger.digest_last[a:b], geometry)
             counts["ambiguous"] += resolved.ambiguous

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from clients.protocol import MemoryRef, RankRegistration, SliceSpec
+from app.worker.device import Array, DeviceArray, DeviceMemory, part
+from clients.protocol import AnyRef, CudaRef, MemoryRef, RankRegistration, SliceSpec
 from engine.bf16 import lanes_of
 from engine.detect.base import TILE, U16, SliceGeometry, tile_count
 from engine.errors import InvalidInput, LayoutError, UnsupportedOptimizer
@@ -21,6 +22,7 @@ from engine.layout.algebra import contiguous, from_json, scaled, to_json, valida
 from engine.layout.blocks import Layout
 from engine.optimizers import registry
 from engine.records.models import ITEMSIZE, BlockJson, SliceDecl, TensorMeta
+from transports.memory.cuda_ipc import Cuda, TorchCuda
 from transports.memory.shm import ShmFile, open_existing
 
 _MOMENT_DTYPES = {"float32", "bfloat16", "float16"}
@@ -51,23 +53,39 @@ class SliceSource:
     """A slice with its memory. `theta` as the trainer stores it, 1-D; `m`, `v` only for the certified detector."""
 
     shape: SliceShape
-    theta: torch.Tensor
-    m: torch.Tensor | None
-    v: torch.Tensor | None
+    theta: Array
+    m: Array | None
+    v: Array | None
+
+    @property
+    def arrays(self) -> list[Array]:
+        """Everything it consists of."""
+        return [x for x in (self.theta, self.m, self.v) if x is not None]
+
+    def state(self, tile_start: int, tile_stop: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        """θ, m and v of the certified detector in host memory, and the tile they begin with: the whole slice where it
+        lies there, else a copy of the tiles asked for."""
+        assert self.m is not None
+        assert self.v is not None
+        theta, m, v = self.theta, self.m, self.v
+        if not (isinstance(theta, DeviceArray) or isinstance(m, DeviceArray) or isinstance(v, DeviceArray)):
+            return theta, m, v, 0
+        first, last = tile_start * TILE, min(tile_stop * TILE, self.shape.spec.numel)
+        return part(theta, first, last), part(m, first, last), part(v, first, last), tile_start
 
     def read_lanes(self, tile_start: int, tile_stop: int) -> U16:
         """The lanes the receiver would store for tiles [tile_start, tile_stop), from memory as it is now."""
         item = ITEMSIZE[self.shape.meta.dtype]
         first = tile_start * TILE * 2 // item
         last = min(tile_stop * TILE * 2 // item, self.shape.spec.numel)
-        return lanes_of(self.theta[first:last], self.shape.meta.dtype)
+        return lanes_of(part(self.theta, first, last), self.shape.meta.dtype)
 
 
 def _where(spec: SliceSpec) -> str:
     return f"slice {spec.slice} ({spec.tensor})"
 
 
-def _check_ref(spec: SliceSpec, what: str, ref: MemoryRef, dtypes: set[str] | None) -> None:
+def _check_ref(spec: SliceSpec, what: str, ref: AnyRef, dtypes: set[str] | None) -> None:
     if ref.numel != spec.numel:
         raise InvalidInput(
             f"{what} of {_where(spec)} has {ref.numel} elements, the slice {spec.numel}.", remedy=_REGISTER_AGAIN
@@ -157,13 +175,16 @@ def check_registration(registration: RankRegistration) -> list[SliceShape]:
 
 
 class Memory:
-    """The shared files of one rank, each mapped once."""
+    """The memory of one rank: shared files, each mapped once, and arrays on devices."""
 
-    def __init__(self) -> None:
+    def __init__(self, cuda: Cuda | None = None) -> None:
         self._files: dict[str, ShmFile] = {}
+        self.device = DeviceMemory(cuda or TorchCuda())
 
-    def tensor(self, ref: MemoryRef) -> torch.Tensor:
-        """The array `ref` names, without a copy. SharedMemoryInvalid if it must not be read."""
+    def array(self, ref: AnyRef) -> Array:
+        """The array `ref` names, without a copy. SharedMemoryInvalid or DeviceMemoryError if it must not be read."""
+        if isinstance(ref, CudaRef):
+            return self.device.array(ref)
         file = self._files.get(ref.file)
         if file is None:
             file = self._files[ref.file] = open_existing(ref.file)
@@ -175,9 +196,9 @@ class Memory:
         certified = spec.detector == "certified"
         return SliceSource(
             shape,
-            self.tensor(spec.theta),
-            self.tensor(spec.exp_avg) if certified and spec.exp_avg is not None else None,
-            self.tensor(spec.exp_avg_sq) if certified and spec.exp_avg_sq is not None else None,
+            self.array(spec.theta),
+            self.array(spec.exp_avg) if certified and spec.exp_avg is not None else None,
+            self.array(spec.exp_avg_sq) if certified and spec.exp_avg_sq is not None else None,
         )
 
     def keep_only(self, names: set[str]) -> None:
@@ -187,11 +208,12 @@ class Memory:
 
     def close(self) -> None:
         self.keep_only(set())
+        self.device.close()
 
 
 def files_named(specs: Sequence[SliceSpec]) -> set[str]:
     """The shared files that these slices name."""
-    return {r.file for s in specs for r in (s.theta, s.exp_avg, s.exp_avg_sq) if r is not None}
+    return {r.file for s in specs for r in (s.theta, s.exp_avg, s.exp_avg_sq) if isinstance(r, MemoryRef)}
 
 
 def declaration(shape: SliceShape, digest_hex: str) -> SliceDecl:

@@ -16,38 +16,49 @@ from engine.detect.base import U16
 from engine.errors import InvalidInput
 from engine.ledger import SliceLedger
 from engine.optimizers import registry, selftest
-from engine.optimizers.base import Hyper, StepContext
+from engine.optimizers.base import Formula, Hyper, StepContext
 from engine.pending import empty
+from transports.memory.cuda_ipc import Cuda
 
 
 class StepReader:
     """Shapes are there from the start; memory only after `attach`."""
 
-    def __init__(self, registration: RankRegistration, reader: SliceReader) -> None:
+    def __init__(self, registration: RankRegistration, reader: SliceReader, cuda: Cuda | None = None) -> None:
         """Checks the whole registration: InvalidInput, LayoutError or UnsupportedOptimizer name what does not fit."""
         self._registration = registration
         self._reader = reader
         self._metas = {t.name: t for t in registration.tensors}
         self.shapes: list[SliceShape] = check_registration(registration)
         self._sources: list[SliceSource] = []
-        self._memory = Memory()
+        self._memory = Memory(cuda)
         self._snapshots: dict[int, U16] = {}
         self.exact: dict[str, bool] = {}
         """Formulas in use → whether their replay may drop elements in this process."""
+        self._formulas: dict[str, Formula] = {}
 
     def attach(self) -> dict[str, str]:
         """Map the trainer's memory and self-test the formulas; returns why formulas are not exact here, by name.
 
-        SharedMemoryError if some of it cannot be mapped.
+        SharedMemoryError or DeviceMemoryError if some of it cannot be mapped.
         """
-        self._sources = [self._memory.source(s) for s in self.shapes]
+        sources = [self._memory.source(s) for s in self.shapes]
+        arrays = [a for s in sources for a in s.arrays]
+        self._memory.device.try_out(arrays)
+        self._sources = sources
+        index = self._memory.device.device_of(arrays)
+        device = "cpu" if index is None else f"cuda:{index}"
         why: dict[str, str] = {}
         for name in sorted({g.name for g in self._registration.groups}):
-            result = selftest.passes(registry.get(name), "cpu")
-            self.exact[name] = result.ok
+            chosen, result = selftest.choose(name, device)
+            self._formulas[name], self.exact[name] = chosen, result.ok
             if not result.ok:
                 why[name] = result.detail
         return why
+
+    def rest(self) -> None:
+        """A read is over: map nothing that the trainer may want to free."""
+        self._memory.device.rest()
 
     @property
     def attached(self) -> bool:
@@ -146,7 +157,7 @@ class StepReader:
             return self._reader.certified(
                 source,
                 known,
-                registry.get(name),
+                self._formulas.get(name) or registry.get(name),
                 StepContext(hyper, step),
                 counts,
                 exact_replay=self.exact.get(name, False),

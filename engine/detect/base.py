@@ -80,10 +80,12 @@ class DetectBackend(Protocol):
         tile_stop: int,
         *,
         exact_replay: bool,
+        first_tile: int = 0,
     ) -> Detection:
         """Detect in tiles [tile_start, tile_stop) of the slice.
 
-        `theta`, `m`, `v` are the whole slice, 1-D, contiguous, FP32 (m and v may be BF16/FP16). `exact_replay` says the
+        `theta`, `m`, `v` are the slice from tile `first_tile` on (at least up to `tile_stop`), 1-D, contiguous, FP32 (m
+        and v may be BF16/FP16): the whole slice, or the part of it that was copied to the host. `exact_replay` says the
         formula passed its self-test in this process, so replay may drop elements; otherwise it may only narrow the
         candidates of elements that are kept.
         """

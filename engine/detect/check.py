@@ -4,10 +4,26 @@ from __future__ import annotations
 
 import torch
 
-from engine.detect.base import SliceGeometry, tile_count
+from engine.detect.base import TILE, SliceGeometry, tile_count
 from engine.errors import InvalidInput
 
 _MOMENTS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_window(numel: int, geometry: SliceGeometry, first_tile: int, tile_start: int, tile_stop: int) -> None:
+    """InvalidInput unless `numel` lanes from tile `first_tile` on contain the tile range, and are whole tiles of the
+    slice (the last one may be short)."""
+    total = geometry.layout.src_numel
+    if first_tile == 0 and not (0 < numel < total and numel % TILE == 0):
+        check_tiles(numel, geometry, tile_start, tile_stop)
+        return
+    end = first_tile * TILE + numel
+    whole = end == total or (end < total and numel % TILE == 0)
+    if not whole or not 0 <= first_tile <= tile_start <= tile_stop <= tile_count(end):
+        raise InvalidInput(
+            f"tiles [{tile_start}, {tile_stop}) of a slice of {tile_count(total)} tiles are not in {numel} lanes from "
+            f"tile {first_tile} on."
+        )
 
 
 def check_tiles(numel: int, geometry: SliceGeometry, tile_start: int, tile_stop: int) -> None:

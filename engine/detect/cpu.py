@@ -18,7 +18,7 @@ from engine.bf16 import MAX_FINITE_FP32_FOR_BF16, nan_bits, round_to_bf16_bits
 from engine.detect import kernels
 from engine.detect.assemble import assemble, without_entries
 from engine.detect.base import I64, TILE, U16, U64, Bool, Detection, SliceGeometry
-from engine.detect.check import check_state, check_tiles
+from engine.detect.check import check_state, check_window
 from engine.detect.classify import Verdicts, classify, join, scatter
 from engine.detect.geometry import contiguous_start, tile_digests
 from engine.digest import DigestKey
@@ -69,13 +69,14 @@ class CpuBackend:
         tile_stop: int,
         *,
         exact_replay: bool,
+        first_tile: int = 0,
     ) -> Detection:
         """See `DetectBackend.detect`."""
         theta, m, v = theta.detach(), m.detach(), v.detach()
         check_state(theta, m, v, geometry.tensor)
-        check_tiles(theta.numel(), geometry, tile_start, tile_stop)
+        check_window(theta.numel(), geometry, first_tile, tile_start, tile_stop)
         plan = self._compiled_plan(formula, ctx) if m.dtype == v.dtype == torch.float32 else None
-        job = _Job(formula, ctx, plan, theta, m, v, geometry, exact_replay)
+        job = _Job(formula, ctx, plan, theta, m, v, geometry, exact_replay, first_tile * TILE)
         ranges = [(t, min(t + CHUNK_TILES, tile_stop)) for t in range(tile_start, tile_stop, CHUNK_TILES)]
         if not ranges:
             return without_entries(tile_start, np.zeros(0, np.uint64), np.zeros(0, np.bool_))
@@ -133,10 +134,12 @@ class _Job:
         v: torch.Tensor,
         geometry: SliceGeometry,
         exact_replay: bool,
+        before: int,
     ) -> None:
+        """`before`: lanes of the slice in front of those that `theta`, `m` and `v` hold."""
         self._formula, self._ctx, self._geometry, self._exact = formula, ctx, geometry, exact_replay
         self._theta, self._m, self._v = theta, m, v
-        self._plan = plan
+        self._plan, self._before = plan, before
         self._key = DigestKey.for_tensor(geometry.tensor)
         self._start = contiguous_start(geometry.layout)
         self._b_words = self._key.b_words(geometry.layout.dst_numel)
@@ -154,17 +157,17 @@ class _Job:
         closer = np.flatnonzero(~certain)
         pieces = [ranks[closer[i : i + _EXACT_PIECE]] for i in range(0, closer.size, _EXACT_PIECE)]
         judged = join(list(run_all(self._exact_rules, pieces)))
-        new = round_to_bf16_bits(self._theta[torch.from_numpy(ranks)])
+        new = round_to_bf16_bits(self._theta[torch.from_numpy(ranks - self._before)])
         return assemble(ranges[0][0], ranks, scatter(judged, closer, new, certain, old), digest)
 
     def _exact_rules(self, ranks: I64) -> Verdicts:
-        pick = torch.from_numpy(ranks)
+        pick = torch.from_numpy(ranks - self._before)
         return classify(
             self._formula, self._ctx, self._theta[pick], self._m[pick], self._v[pick], exact_replay=self._exact
         )
 
     def _sweep(self, tiles: tuple[int, int]) -> _Swept:
-        first, last = tiles[0] * TILE, min(tiles[1] * TILE, self._theta.numel())
+        first, last = tiles[0] * TILE, min(tiles[1] * TILE, self._before + self._theta.numel())
         if self._plan is None:
             ranks = np.arange(first, last, dtype=np.int64)
             nothing = np.zeros(ranks.size, np.uint16)
@@ -175,7 +178,7 @@ class _Job:
         # Room for every element; pages that stay untouched cost nothing.
         sent, verdict, old = np.empty(n, np.int32), np.empty(n, np.uint8), np.empty(n, np.uint16)
         start = -1 if self._start is None else self._start + first
-        theta, m, v = (x[first:last].numpy() for x in (self._theta, self._m, self._v))
+        theta, m, v = (x[first - self._before : last - self._before].numpy() for x in (self._theta, self._m, self._v))
         found = kernels.sweep(
             theta, m, v, plan.fast, plan.step, plan.nan_bits, self._key.a, self._b_words, start, TILE,
             digest, sent, verdict, old,
@@ -185,7 +188,9 @@ class _Job:
         return _Swept(sent[:found].astype(np.int64) + first, verdict[:found] == 1, old[:found].copy(), digest)
 
     def _digest(self, tile_start: int, first: int, last: int) -> U64:
-        return tile_digests(self._geometry, round_to_bf16_bits(self._theta[first:last]), tile_start)
+        return tile_digests(
+            self._geometry, round_to_bf16_bits(self._theta[first - self._before : last - self._before]), tile_start
+        )
 
 
 def pack_fast(bound: FastBound) -> kernels.F32:

@@ -8,7 +8,7 @@ import torch
 from engine.bf16 import round_to_bf16_bits
 from engine.detect.assemble import assemble, concatenate, without_entries
 from engine.detect.base import TILE, Detection, SliceGeometry
-from engine.detect.check import check_state, check_tiles
+from engine.detect.check import check_state, check_window
 from engine.detect.classify import classify
 from engine.detect.geometry import tile_digests
 from engine.optimizers.base import Formula, StepContext
@@ -34,17 +34,18 @@ class ReferenceBackend:
         tile_stop: int,
         *,
         exact_replay: bool,
+        first_tile: int = 0,
     ) -> Detection:
         """See `DetectBackend.detect`."""
         theta, m, v = theta.detach(), m.detach(), v.detach()
         check_state(theta, m, v, geometry.tensor)
-        check_tiles(theta.numel(), geometry, tile_start, tile_stop)
-        parts = []
+        check_window(theta.numel(), geometry, first_tile, tile_start, tile_stop)
+        parts, before = [], first_tile * TILE
         for tile in range(tile_start, tile_stop):
-            lanes = slice(tile * TILE, min((tile + 1) * TILE, theta.numel()))
+            lanes = slice(tile * TILE - before, min((tile + 1) * TILE - before, theta.numel()))
             verdicts = classify(formula, ctx, theta[lanes], m[lanes], v[lanes], exact_replay=exact_replay)
             digest = tile_digests(geometry, round_to_bf16_bits(theta[lanes]), tile)
-            parts.append(assemble(tile, np.arange(lanes.start, lanes.stop, dtype=np.int64), verdicts, digest))
+            parts.append(assemble(tile, np.arange(lanes.start, lanes.stop, dtype=np.int64) + before, verdicts, digest))
         return (
             concatenate(parts) if parts else without_entries(tile_start, np.zeros(0, np.uint64), np.zeros(0, np.bool_))
         )

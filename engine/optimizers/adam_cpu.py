@@ -44,6 +44,16 @@ class TorchAdamCpu:
         """`torch-adamw/cpu/<implementation>[-tensor-lr]`."""
         return f"torch-adamw/cpu/{self.implementation}{'-tensor-lr' if self.tensor_lr else ''}"
 
+    @property
+    def device_type(self) -> str:
+        """`cpu`."""
+        return "cpu"
+
+    @property
+    def takes_tensor_lr(self) -> bool:
+        """A tensor lr has formulas of its own."""
+        return False
+
     def _constants(self, ctx: StepContext) -> _Constants:
         h = ctx.hyper
         step = float(ctx.step)

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from engine.optimizers.arithmetic import f32, fma, ieee_sqrt
-from engine.optimizers.base import Interval, StepContext
+from engine.optimizers.base import Hyper, Interval, StepContext
 from engine.optimizers.bounds import MIN_STEP, StepBound, U, invert_step
 
 Implementation = Literal["single", "foreach", "fused", "capturable"]
@@ -56,6 +56,16 @@ class TorchAdamCuda:
     def name(self) -> str:
         """`torch-adamw/cuda/<implementation>[-fma]`."""
         return f"torch-adamw/cuda/{self.implementation}{'-fma' if self.contracted else ''}"
+
+    @property
+    def device_type(self) -> str:
+        """`cuda`."""
+        return "cuda"
+
+    @property
+    def takes_tensor_lr(self) -> bool:
+        """Only where torch takes it there: fused and capturable."""
+        return self._device_bias
 
     @property
     def _device_bias(self) -> bool:
@@ -129,3 +139,17 @@ class TorchAdamCuda:
     def invert(self, theta: torch.Tensor, m: torch.Tensor, v: torch.Tensor, ctx: StepContext) -> Interval:
         """The interval that provably contains θ_{t-1}, powf's error included."""
         return invert_step(self.step_bound(ctx), theta, m, v)
+
+    def real_optimizer(self, param: torch.nn.Parameter, hyper: Hyper) -> torch.optim.Optimizer:
+        """The optimizer this formula mirrors, over one parameter (for the self-test)."""
+        fused = self.implementation == "fused"
+        return torch.optim.AdamW(
+            [param],
+            lr=torch.tensor(hyper.lr, dtype=torch.float32, device=param.device) if hyper.lr_is_tensor else hyper.lr,
+            betas=(hyper.beta1, hyper.beta2),
+            eps=hyper.eps,
+            weight_decay=hyper.weight_decay,
+            foreach=None if fused else self.implementation != "single",
+            fused=True if fused else None,
+            capturable=self.implementation == "capturable",
+        )

@@ -6,11 +6,12 @@ as for gathered elements (a vectorised square root may treat the two differently
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
 
+from engine.optimizers import registry
 from engine.optimizers.base import Formula, Hyper, StepContext
 
 _CASES = (
@@ -32,30 +33,55 @@ class SelfTestResult:
 
 @runtime_checkable
 class HasRealOptimizer(Protocol):
-    """A formula whose real implementation can run in this process."""
+    """A formula whose real implementation can run in this process, on devices of the type `device_type`."""
+
+    @property
+    def device_type(self) -> str:
+        """`cpu` or `cuda`."""
+
+    @property
+    def takes_tensor_lr(self) -> bool:
+        """Whether one formula stands for lr as a number and as a FP32 tensor."""
 
     def real_optimizer(self, param: torch.nn.Parameter, hyper: Hyper) -> torch.optim.Optimizer:
         """The optimizer over one parameter."""
 
 
 def passes(formula: Formula, device: str = "cpu") -> SelfTestResult:
-    """Run the real optimizer for known steps and compare `formula.forward` with it, bit for bit."""
-    if not isinstance(formula, HasRealOptimizer) or torch.device(device).type != "cpu":
+    """Run the real optimizer on `device` for known steps and compare `formula.forward` with it, bit for bit."""
+    at = torch.device(device)
+    if not isinstance(formula, HasRealOptimizer) or formula.device_type != at.type:
         return SelfTestResult(
-            False, f"{formula.name} is not verifiable here: its real optimizer does not run on the CPU."
+            False, f"{formula.name} is not verifiable here: its real optimizer does not run on {at.type}."
         )
-    for hyper, earlier_steps in _CASES:
-        mismatch = _first_mismatch(formula, hyper, earlier_steps)
+    cases = [(hyper, earlier) for hyper, earlier in _CASES]
+    if at.type != "cpu":  # a tensor lr is no formula of its own there
+        cases += [(replace(hyper, lr_is_tensor=True), earlier) for hyper, earlier in _CASES if formula.takes_tensor_lr]
+    for hyper, earlier_steps in cases:
+        mismatch = _first_mismatch(formula, hyper, earlier_steps, at)
         if mismatch:
             return SelfTestResult(False, f"{formula.name}: {mismatch}")
-    return SelfTestResult(True, f"{formula.name} reproduced {len(_CASES) * _STEPS} steps of torch {torch.__version__}.")
+    return SelfTestResult(True, f"{formula.name} reproduced {len(cases) * _STEPS} steps of torch {torch.__version__}.")
 
 
-def _first_mismatch(formula: Formula, hyper: Hyper, earlier_steps: int) -> str:
+def choose(name: str, device: str) -> tuple[Formula, SelfTestResult]:
+    """The formula called `name`, or its twin whose multiplications and additions the compiler contracted, if that is
+    the one which reproduces the optimizer on `device`; and the result of the test. Their intervals are the same."""
+    formula = registry.get(name)
+    result = passes(formula, device)
+    twin = f"{name}-fma"
+    if not result.ok and twin in registry.names():
+        contracted = registry.get(twin)
+        if (second := passes(contracted, device)).ok:
+            return contracted, second
+    return formula, result
+
+
+def _first_mismatch(formula: Formula, hyper: Hyper, earlier_steps: int, device: torch.device) -> str:
     """Empty when every step came out bitwise, else where it did not."""
     assert isinstance(formula, HasRealOptimizer)
     generator = torch.Generator().manual_seed(20240229)
-    param = torch.nn.Parameter(torch.randn(_NUMEL, generator=generator) * 0.02)
+    param = torch.nn.Parameter((torch.randn(_NUMEL, generator=generator) * 0.02).to(device))
     optimizer = formula.real_optimizer(param, hyper)
     rounded = Hyper(
         float(torch.tensor(hyper.lr)) if isinstance(optimizer.param_groups[0]["lr"], torch.Tensor) else hyper.lr,
@@ -67,15 +93,15 @@ def _first_mismatch(formula: Formula, hyper: Hyper, earlier_steps: int) -> str:
     )
     for step in range(1, _STEPS + 1):
         spread = 10.0 ** (torch.rand(_NUMEL, generator=generator) * 12 - 9)
-        param.grad = torch.randn(_NUMEL, generator=generator) * spread
-        before = param.detach().clone()
+        param.grad = (torch.randn(_NUMEL, generator=generator) * spread).to(device)
+        before = param.detach().clone().cpu()
         optimizer.step()
         state = optimizer.state[param]
         if step == 1 and earlier_steps:  # late steps have other bias corrections; nothing else depends on the count
             state["step"].fill_(float(earlier_steps))
             continue
         ctx = StepContext(rounded, int(state["step"].item()))
-        m, v, after = state["exp_avg"], state["exp_avg_sq"], param.detach()
+        m, v, after = state["exp_avg"].cpu(), state["exp_avg_sq"].cpu(), param.detach().cpu()
         if not _same_bits(formula.forward(before, m, v, ctx), after):
             return f"step {ctx.step} of {hyper} is not bit-exact."
         for pick in (torch.randperm(_NUMEL, generator=generator)[:777], torch.arange(5, 6), torch.arange(3, 16)):

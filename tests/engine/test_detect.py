@@ -20,7 +20,7 @@ from engine.detect.geometry import canonical_of, contiguous_start, tile_digests
 from engine.detect.snapshot import detect_snapshot
 from engine.digest import DigestKey
 from engine.errors import InvalidInput, LayoutError
-from engine.layout.algebra import contiguous, from_json
+from engine.layout.algebra import contiguous, from_json, identity
 from engine.layout.blocks import Layout
 from engine.layout.mapping import owned_order
 from engine.optimizers import registry
@@ -108,6 +108,30 @@ def test_tiles_can_be_detected_in_any_pieces() -> None:
         empty = backend.detect(formula, step.ctx, step.theta, step.m, step.v, geometry, 2, 2, exact_replay=True)
         assert empty.tile_start == 2
         assert empty.dense.size == empty.ranks.size == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+def test_a_part_of_the_slice_says_what_the_whole_says(backend: DetectBackend) -> None:
+    """Memory of a device comes to the host tile group by tile group."""
+    formula = registry.get("torch-adamw/cpu/foreach")
+    n = 4 * TILE + 55
+    step = regular_world(formula, n, np.random.default_rng(9))
+    step.v[2 * TILE + 5] = 0.0  # what the compiled passes leave open
+    for geometry in (slice_geometry(n, offset=77), SliceGeometry("w", identity(n))):
+        whole = detect(backend, formula, step, geometry)
+        parts = []
+        for first, stop in ((0, 2), (2, 3), (3, 5)):
+            held = slice(first * TILE, min(stop * TILE, n))
+            state = (step.theta[held].clone(), step.m[held].clone(), step.v[held].clone())
+            for a, b in ((first, first + 1), (first + 1, stop)):
+                parts.append(
+                    backend.detect(formula, step.ctx, *state, geometry, a, b, exact_replay=True, first_tile=first)
+                )
+        assert_same(whole, concatenate(parts))
+    state = (step.theta[TILE : 2 * TILE], step.m[TILE : 2 * TILE], step.v[TILE : 2 * TILE])
+    for first, a, b in ((1, 0, 1), (1, 1, 3), (4, 4, 5), (0, 1, 2)):
+        with pytest.raises(InvalidInput):
+            backend.detect(formula, step.ctx, *state, geometry, a, b, exact_replay=True, first_tile=first)
 
 
 def test_one_bad_element_makes_its_tile_dense_and_no_other() -> None:
