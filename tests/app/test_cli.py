@@ -21,37 +21,22 @@ from engine.codec.chunk import ChunkHeader, ChunkItem, encode
 from engine.errors import CodecError, InvalidInput
 from engine.layout.algebra import identity, to_json
 from engine.records import AbortDecision, EpochRecord, LatestHint, record_bytes
+from tests.support.command import dte
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 COMMANDS = ("serve", "demo", "status", "versions", "inspect", "verify", "export", "bench")
 
 
-def dte(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command as a user would, in a plain environment."""
-    import os
-
-    env = {k: v for k, v in os.environ.items() if not k.startswith("DTE_")}
-    return subprocess.run(
-        [sys.executable, "-m", "app.cli", *arguments],
-        cwd=ROOT,
-        env={**env, "COLUMNS": "200", **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
 def test_help_names_every_command() -> None:
-    done = dte("--help")
+    done = dte("--help", COLUMNS="200")
     assert done.returncode == 0
     assert all(c in done.stdout for c in COMMANDS)
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "bench construct", "bench wire", "bench memory"])
 def test_every_command_explains_itself(command: str) -> None:
-    done = dte(*command.split(), "--help")
+    done = dte(*command.split(), "--help", COLUMNS="200")
     assert done.returncode == 0
     assert len(done.stdout) > 200
 
@@ -78,7 +63,7 @@ def test_every_command_explains_itself(command: str) -> None:
     ],
 )
 def test_bad_input_is_one_message_and_exit_code_two(arguments: list[str], says: str) -> None:
-    done = dte(*arguments)
+    done = dte(*arguments, COLUMNS="200")
     assert done.returncode == 2, done.stderr
     assert says in done.stderr
     assert "Traceback" not in done.stderr

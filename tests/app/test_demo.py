@@ -28,6 +28,7 @@ from app.demo.rollouts import Reload, Sampled, Verdict
 from app.demo.run import DemoOptions, Outcome, conclude
 from app.demo.sampling import generate
 from app.demo.task import Addition, reward
+from tests.support.command import dte
 from tests.support.tiny_policy import config_json, load_tiny
 
 ROOT = Path(__file__).parent.parent.parent
@@ -90,11 +91,6 @@ def test_the_demo_ends_bit_exact_after_real_changes(finished: Finished) -> None:
     assert all(r["dense_tiles"] == 0 for r in deltas)
     for key in ("changed_fraction", "bytes_per_version", "bits_per_entry", "trainer_hold_ms"):
         assert result[key] > 0
-
-
-def dte(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "app.cli", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.mark.slow

@@ -33,9 +33,8 @@ from app.demo.stage import Stage
 from app.demo.table import DemoTable, Row
 from clients.errors import WaitTimeout
 from clients.protocol import ReceiverInfo, ReceiverState
+from tests.support.command import dte
 from tests.support.tiny_policy import CharTokenizer, load_tiny
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 class SavedTokenizer(CharTokenizer):
@@ -77,28 +76,19 @@ def test_a_real_interpreter_is_asked_what_it_has() -> None:
         find_python(Path(sys.executable))
 
 
-def dte(cwd: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    kept = {k: v for k, v in os.environ.items() if k != "DTE_SGLANG_PYTHON"}
-    return subprocess.run(
-        [sys.executable, "-m", "app.cli", "demo", *arguments],
-        cwd=cwd,
-        env={**kept, "PYTHONPATH": str(ROOT), "TMPDIR": str(cwd), **variables},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def demo(cwd: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return dte("demo", *arguments, cwd=cwd, TMPDIR=str(cwd), **variables)
 
 
 def test_the_command_says_what_is_missing_and_leaves_nothing(tmp_path: Path) -> None:
-    done = dte(tmp_path, "--engine", "sglang")
+    done = demo(tmp_path, "--engine", "sglang")
     assert done.returncode == 1
     assert "there is no .venv-sglang/bin/python in the working directory" in done.stderr
     assert "make sglang" in done.stderr
-    named = dte(tmp_path, "--engine", "sglang", DTE_SGLANG_PYTHON=str(tmp_path / "nowhere"))
+    named = demo(tmp_path, "--engine", "sglang", DTE_SGLANG_PYTHON=str(tmp_path / "nowhere"))
     assert "nowhere does not exist" in named.stderr
     fake = interpreter(tmp_path, "1 1")
-    absent = dte(tmp_path, "--engine", "sglang", "--sglang-python", str(fake), "--sglang-url", "http://127.0.0.1:9")
+    absent = demo(tmp_path, "--engine", "sglang", "--sglang-python", str(fake), "--sglang-url", "http://127.0.0.1:9")
     assert absent.returncode == 1
     assert "no SGLang server answers at http://127.0.0.1:9" in absent.stderr
     assert not list(tmp_path.glob("dte-demo-*"))
@@ -108,7 +98,7 @@ def test_the_command_says_what_is_missing_and_leaves_nothing(tmp_path: Path) -> 
     "arguments", [("--engine", "sglang", "--receivers", "2"), ("--sglang-url", "http://x"), ("--engine", "vllm")]
 )
 def test_arguments_that_do_not_go_together_are_refused(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    assert dte(tmp_path, *arguments).returncode == 2
+    assert demo(tmp_path, *arguments).returncode == 2
 
 
 # --- the checkpoint ---------------------------------------------------------------------------------------------------

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +18,10 @@ from app.cli.export import run_export
 from app.exporting import Exported, ExportFailed, plan_shards, size_of
 from engine.errors import DteError, InvalidInput, ProofError
 from engine.records import TensorDigest
+from tests.support.command import dte
 from tests.support.versions import Publisher, State, changed, metas_of
 from transports.store.local import LocalStore
 
-ROOT = Path(__file__).parent.parent.parent
 SHAPES: dict[str, tuple[tuple[int, ...], str]] = {
     "model.embed.weight": ((300, 40), "bfloat16"),
     "model.layers.0.weight": ((70, 100), "bfloat16"),
@@ -285,16 +283,11 @@ def test_another_dtype_in_the_configuration_is_noted(run: Run) -> None:
 
 
 def test_the_command(run: Run) -> None:
-    command = [sys.executable, "-m", "app.cli", "export", "3", str(run.out), "--store", str(run.store), "--base"]
-    env = {k: v for k, v in os.environ.items() if not k.startswith("DTE_")}
-    done = subprocess.run(
-        [*command, str(run.base), "--json"], cwd=ROOT, env=env, capture_output=True, text=True, check=True, timeout=120
-    )
+    command = ("export", "3", str(run.out), "--store", str(run.store), "--base", str(run.base))
+    done = dte(*command, "--json")
     said = json.loads(done.stdout)
     assert (said["ok"], said["version"], said["copied"]) == (True, 3, ["config.json", "tokenizer.json"])
-    again = subprocess.run(
-        [*command, str(run.base)], cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=120
-    )
+    again = dte(*command)
     assert again.returncode == 2
     assert "exists" in again.stderr
     assert "Traceback" not in again.stderr

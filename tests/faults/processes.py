@@ -19,6 +19,9 @@ from typing import Any
 
 PATIENCE_S = 180.0
 _PRELOADED = [
+    "app.cli.inspecting",
+    "app.cli.root",
+    "app.cli.verifying",
     "app.roles.coordinator",
     "app.roles.publisher",
     "app.roles.store",
