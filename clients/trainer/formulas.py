@@ -18,6 +18,7 @@ from clients.trainer.fused import fused_library, fused_reason
 from engine.errors import InvalidInput, UnsupportedOptimizer
 
 Group = dict[str, Any]
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 _REMEDY = (
     "Pass detector='snapshot' (keeps the previous BF16 weights in the daemon) or detector='dense' (sends everything), "
@@ -37,12 +38,36 @@ def unsupported_reason(optimizer: torch.optim.Optimizer, group: Group) -> str | 
         return f"{kind.__module__}.{kind.__qualname__} overrides step()"
     if group.get("differentiable"):
         return "differentiable=True computes the step in another order"
+    if device_type(group) == "cuda":
+        return _cuda_reason(group)
     if group.get("capturable"):
         return "capturable=True is not run on the CPU by torch"
     if isinstance(group["lr"], torch.Tensor) and group["lr"].dtype not in (torch.float32, torch.float64):
         return f"its learning rate is a tensor of {group['lr'].dtype}"
     if any(isinstance(b, torch.Tensor) for b in group["betas"]):
         return "its betas are tensors"
+    if device_type(group) == "mixed":
+        return "its parameters lie on several kinds of devices"
+    return None
+
+
+def device_type(group: Group) -> str:
+    """Where the group's parameters lie: `cpu`, `cuda`, or `mixed`."""
+    kinds = {p.device.type for p in group["params"]}
+    return kinds.pop() if len(kinds) == 1 else "mixed" if kinds else "cpu"
+
+
+def _cuda_reason(group: Group) -> str | None:
+    """Why no formula covers this group on a CUDA device, or None."""
+    how, lr = implementation(group), group["lr"]
+    if any(isinstance(b, torch.Tensor) for b in group["betas"]):
+        return "its betas are tensors"
+    if group.get("capturable") and how == "single":
+        return "capturable=True with foreach=False computes the step in another order"
+    if isinstance(lr, torch.Tensor) and not (how == "fused" or group.get("capturable")):
+        return "its learning rate is a tensor, but it is neither fused nor capturable"
+    if isinstance(lr, torch.Tensor) and lr.dtype != torch.float32:
+        return f"its learning rate is a tensor of {lr.dtype}"
     return None
 
 
@@ -57,6 +82,10 @@ def formula_name(optimizer: torch.optim.Optimizer, group: Group) -> str:
         raise UnsupportedOptimizer(f"no formula undoes this optimizer's step: {reason}.", remedy=_REMEDY)
     if (library := fused_library(optimizer)) is not None:
         return f"fused-adam/{library}"
+    kind = device_type(group)
+    if kind == "cuda":
+        how = implementation(group)
+        return f"torch-adamw/cuda/{'capturable' if group.get('capturable') and how != 'fused' else how}"
     suffix = "-tensor-lr" if _computes_in_fp32(group["lr"]) else ""
     return f"torch-adamw/cpu/{implementation(group)}{suffix}"
 
@@ -67,12 +96,12 @@ def _computes_in_fp32(lr: float | torch.Tensor) -> bool:
 
 
 def implementation(group: Group) -> str:
-    """`single`, `foreach` or `fused`: what torch runs for this group on the CPU."""
+    """`single`, `foreach` or `fused`: what torch runs for this group."""
     fused, foreach = group.get("fused"), group.get("foreach")
     if fused is None and foreach is None:
         params = [p for p in group["params"] if p.requires_grad]
         _, foreach = _default_to_fused_or_foreach(params, bool(group.get("differentiable")), use_fused=False)
-        if foreach and isinstance(group["lr"], torch.Tensor):
+        if foreach and isinstance(group["lr"], torch.Tensor) and not group.get("capturable"):
             foreach = False
     if fused:
         return "fused"
@@ -115,9 +144,22 @@ def hyper_of(optimizer: torch.optim.Optimizer, group: Group) -> HyperSpec:
     )
 
 
+def begin_state(state: dict[str, Any], group: Group, param: torch.Tensor) -> None:
+    """Create the state of a parameter that had no step yet, as torch's Adam and AdamW would at the first one.
+
+    Same keys in the same order, same dtypes: only earlier. A parameter without gradient keeps step 0 and zeros, which
+    is what the formula of "not advanced" and torch's own later start both mean.
+    """
+    if state:
+        return
+    state["step"] = new_step_counter(group, param)
+    for key in MOMENTS[: 3 if group.get("amsgrad") else 2]:
+        state[key] = torch.zeros_like(param.detach(), memory_format=torch.preserve_format)
+
+
 def new_step_counter(group: Group, param: torch.Tensor) -> torch.Tensor:
     """The `step` tensor torch would create at the first step of `param`."""
     if group.get("fused"):
         return torch.zeros((), dtype=torch.float32, device=param.device)
     dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-    return torch.tensor(0.0, dtype=dtype, device="cpu")
+    return torch.zeros((), dtype=dtype, device=param.device if group.get("capturable") else "cpu")
