@@ -109,6 +109,14 @@ class Child:
         except (EOFError, ConnectionError, TimeoutError) as error:
             raise AssertionError(f"{self.name}: {type(error).__name__}\n{self.tail()}") from None
 
+    def started(self) -> dict[str, Any]:
+        """Its first answer; a process that does not start is ended."""
+        try:
+            return self.receive()
+        except BaseException:
+            self.end()
+            raise
+
     def ask(self, op: str, **values: Any) -> dict[str, Any]:
         self.send(op, **values)
         return self.receive()

@@ -13,7 +13,7 @@ class Daemon:
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self._child = Child("daemon", "tests.faults.nodes:daemon", folder, **settings)
-        self.url: str = self._child.receive()["url"]
+        self.url: str = self._child.started()["url"]
 
     def kill(self) -> None:
         """SIGKILL, and wait for the end."""

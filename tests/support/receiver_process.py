@@ -87,7 +87,7 @@ class Process:
         self.socket = folder / f"{name}.sock"
         config = {"run": "r", "seed": 0, "socket": str(self.socket)} | config
         self._child = Child(name, "tests.support.receiver_process:receiver", folder, called=name, **config)
-        self._child.receive()
+        self._child.started()
 
     def ask(self, command: str, **values: Any) -> dict[str, Any]:
         return self._child.ask(command, **values)
