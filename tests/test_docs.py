@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import tomllib
+import typing
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -156,9 +157,20 @@ def check_call(call: ast.Call, known: dict[str, Any], made: dict[str, Any]) -> N
         function = getattr(made[call.func.value.id], call.func.attr)
     else:
         return
-    parameters = inspect.signature(function).parameters
+    known_keywords = keywords_of(function)
     for keyword in call.keywords:
-        assert keyword.arg in parameters, ast.unparse(call)
+        assert keyword.arg in known_keywords, ast.unparse(call)
+
+
+def keywords_of(function: Any) -> set[str]:
+    """What may be passed by name, the keys of an `Unpack[…]` included."""
+    parameters = inspect.signature(function).parameters
+    names = set(parameters)
+    hints = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function, include_extras=True)
+    for parameter in parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD and typing.get_origin(hints[parameter.name]) is typing.Unpack:
+            names |= set(typing.get_args(hints[parameter.name])[0].__annotations__)
+    return names
 
 
 def test_make_targets_exist() -> None:

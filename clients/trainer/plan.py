@@ -45,9 +45,12 @@ class Planner:
         names: Names | None,
         detector: Detectors,
         dtypes: Mapping[str, str] | None,
+        partial: bool = False,
     ) -> None:
+        """`partial`: other ranks declare other tensors, so that this one may have none, or none of those named."""
         self.optimizers = optimizers
         self.plan = Plan()
+        self._partial = partial
         self._names = names
         self._detector = detector
         self._dtypes = dict(dtypes or {})
@@ -56,6 +59,7 @@ class Planner:
         self._group_number: dict[GroupKey, int] = {}
         self._elsewhere: dict[int, str] = {}
         self._kept: dict[str, list[str]] = {}
+        self._elsewhere: set[int] = set()
         for i, optimizer in enumerate(optimizers):
             for j, group in enumerate(optimizer.param_groups):
                 for p in group["params"]:
@@ -175,13 +179,17 @@ class Planner:
             return name
         return self._names.get(name, name) if isinstance(self._names, Mapping) else self._names(name)
 
+    def elsewhere(self, param: torch.Tensor) -> None:
+        """Another rank publishes what this parameter of an optimizer holds."""
+        self._elsewhere.add(id(param))
+
     def finish(self) -> Plan:
         """The plan, after checks that concern all shards together."""
         declared_names = {p.meta.name for p in self.plan.pieces} | set(self.plan.aliases)
         declared_names |= set(self._elsewhere.values())
         for what, given in (("detector", self._asked), ("dtypes", self._dtypes)):
             unknown = sorted(given.keys() - declared_names)
-            if unknown:
+            if unknown and not self._partial:
                 raise InvalidInput(f"{what} names tensors that are not declared: {unknown[:5]}.")
         if not self.plan.shards and not self._elsewhere:
             raise InvalidInput("there is nothing to publish: no parameters, buffers or slices.")

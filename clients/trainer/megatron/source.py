@@ -26,7 +26,7 @@ from clients.trainer.shards import OwnedRun, OwnedShard
 from clients.trainer.source import Source
 from engine.errors import InvalidInput
 from engine.layout.placement import Placement
-from engine.models.megatron import MegatronShape, MegatronTable, restrict
+from engine.models.megatron import MegatronShape, MegatronTable, check_transformer_config, restrict
 
 
 class MegatronSource(Source):
@@ -58,7 +58,9 @@ class MegatronSource(Source):
         super().__init__(inner_optimizers(optimizer), self._chunks, run=run, **options)
 
     def _declare(self, planner: Planner) -> None:
-        table = MegatronTable(self._config, self._shape or current_shape())
+        for chunk in self._chunks:
+            check_transformer_config(getattr(chunk, "config", None))
+        table = MegatronTable(self._config, self._shape or current_shape(), dtypes=self._dtypes)
         named = {id(n.tensor): n for n in parameters(self._chunks)}
         self._refuse_stale(named)
         placed = {key: table.placements(n.name, n.tensor.shape, layer=n.layer) for key, n in named.items()}
@@ -75,7 +77,9 @@ class MegatronSource(Source):
             n = named.get(id(m.param))
             if n is None:
                 raise InvalidInput("the optimizer has a parameter that no model chunk has.", remedy="Pass all chunks.")
-            if owners[content_key(placed[id(m.param)])] == min(m.holders):
+            if owners[content_key(placed[id(m.param)])] != min(m.holders):
+                planner.elsewhere(m.master)
+            else:
                 planner.add_shard(
                     _shard(n, placed[id(m.param)], PlainHome(m.master), m.start, m.stop, mirrored=m.aliased)
                 )
