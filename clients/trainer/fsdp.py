@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from clients.trainer.checks import persistent_buffers
+from clients.trainer.formulas import begin_state
 from clients.trainer.group import gather_json, rank_and_world
 from clients.trainer.options import SourceOptions
 from clients.trainer.plan import Planner
@@ -88,7 +89,21 @@ class FsdpSource(Source):
                 planner.add_shard(sharded.owned(h.name, h.tensor, h.region))
             else:
                 planner.add_parameter(h.name, h.tensor)
+        self._begin_state(planner)
         log.info("run %s: rank %d publishes %d of %d tensors", self.run, me, len(planner.plan.shards), len(held))
+
+    def _begin_state(self, planner: Planner) -> None:
+        """Give every trained parameter its optimizer state, also those that other ranks publish.
+
+        Some states are created at registration. `torch.distributed.checkpoint.state_dict` takes an optimizer that has
+        some for one that has all.
+        """
+        for number in sorted({key.optimizer for key in planner.plan.groups}):
+            optimizer = self._optimizers[number]
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    if param.requires_grad:
+                        begin_state(optimizer.state[param], group, param)
 
 
 def _held(model: torch.nn.Module, planner: Planner) -> Iterable[_Held]:

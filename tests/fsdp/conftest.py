@@ -15,7 +15,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(here):
             item.add_marker(pytest.mark.fsdp)
-            item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.timeout(600))
 
 

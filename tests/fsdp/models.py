@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 
 @dataclass(frozen=True)
 class Spec:
-    """`hidden` need not divide by the ranks. `replicas` × the rest of the ranks is the mesh. `bf16`: computing in it."""
+    """`hidden` need not divide by the ranks; the mesh is `replicas` × the other ranks; `bf16`: what it computes in."""
 
     kind: str = "qwen3"
     tied: bool = False

@@ -1,7 +1,7 @@
 """The processes of the FSDP2 tests, started once: four trainer ranks, two daemons with one store, one receiver.
 
-One invariant: the verdict compares what the receiver's model holds with dense gathers that the ranks wrote down; nothing
-of dte takes part in it.
+One invariant: the verdict compares what the receiver's model holds with dense gathers that the ranks wrote down;
+nothing of dte takes part in it.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Rig:
         self.children = [Child(f"rank{r}", "tests.fsdp.worker:rank", folder) for r in range(4)]
         self.receiver = Child("receiver", "tests.fsdp.worker:receiver", folder)
         self.urls: list[str] = []
-        settings = {"port": 0, "poll_interval_s": 0.02, "detect_threads": 1, "anchor_every": 4}
+        settings = {"port": 0, "poll_interval_s": 0.02, "detect_threads": 1, "anchor_every": 4, "dense_fraction": 0.95}
         roles = ("publisher,coordinator,store,subscriber", "publisher,coordinator")
         self.daemons = []
         for number in range(2):

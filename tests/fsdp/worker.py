@@ -63,8 +63,8 @@ class Trainer:
         named = dict(self.model.named_parameters())
         first = [p for n, p in named.items() if "extras" not in n]
         rest = [p for n, p in named.items() if "extras" in n and p.requires_grad]
-        groups = [{"params": first}, {"params": rest, "lr": 3e-3, "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, lr=1e-4, weight_decay=0.1)
+        groups = [{"params": first}, {"params": rest, "lr": 1e-4, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=4e-6, weight_decay=0.1)
 
     # --- training --------------------------------------------------------------------------------------------------
 
@@ -126,9 +126,7 @@ class Trainer:
 
     def full(self) -> dict[str, Any]:
         """Whole tensors on all ranks, as other jobs keep them."""
-        model, optimizer = get_state_dict(
-            self.model, self.optimizer, options=StateDictOptions(full_state_dict=True)
-        )
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=StateDictOptions(full_state_dict=True))
         return {"model": model, "optimizer": optimizer}
 
 
@@ -196,6 +194,13 @@ def _write_frozen(t: Trainer) -> dict[str, Any]:
     return {}
 
 
+def _spoil(t: Trainer) -> dict[str, Any]:
+    """Make FSDP's record of a parameter look like that of another torch."""
+    (group,) = t.model.extras.low._get_fsdp_state()._fsdp_param_groups  # type: ignore[union-attr, operator]
+    del group.fsdp_params[0].pin_memory
+    return {}
+
+
 def _stats(t: Trainer) -> dict[str, Any]:
     assert t.source is not None
     s = t.source.stats
@@ -243,6 +248,7 @@ _OPS: dict[str, Callable[..., dict[str, Any]]] = {
     "keep": _keep,
     "back": _back,
     "write_frozen": _write_frozen,
+    "spoil": _spoil,
     "stats": _stats,
     "shared": _shared,
     "close": _close,

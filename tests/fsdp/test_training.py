@@ -1,0 +1,125 @@
+"""Real FSDP2 training over Gloo, real daemons and a real receiver: what arrives is what a dense gather would give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.fsdp.rig import Job, Rig
+
+pytestmark = pytest.mark.slow
+
+EXTRAS = {
+    "extras.few": "certified",
+    "extras.sideways": "certified",
+    "extras.frozen": "frozen",
+    "extras.loose": "certified",
+    "extras.low.weight": "snapshot",
+    "extras.bias": "snapshot",
+}
+
+
+def trained(job: Job) -> list[list[str]]:
+    """A course of training with all that may happen: what each rank holds after each part of it."""
+    held: list[list[str]] = [[] for _ in job.ranks]
+    for op, values in (
+        ("train", {"steps": 2}),
+        ("keep", {}),
+        ("train", {"steps": 2}),
+        ("back", {}),
+        ("train", {"steps": 1}),
+        ("train", {"skip": True}),
+        ("train", {"steps": 1}),
+    ):
+        for mine, answer in zip(held, job.ask(op, **values), strict=True):
+            mine += [s["digest"] for s in answer["steps"]] if "steps" in answer else [answer["digest"]]
+    return held
+
+
+def test_training_is_the_same_with_and_without_a_source(rig: Rig) -> None:
+    """Mixed precision, gradient accumulation, a schedule, a parameter without gradient, state loaded in between."""
+    spec = {"bf16": True}
+    with rig.job(2, spec=spec) as job:
+        plain = trained(job)
+    with rig.job(2, spec=spec) as job:
+        said = job.register("same")
+        assert trained(job) == plain
+        for answer, shared, stats in zip(said, job.ask("shared"), job.ask("stats"), strict=True):
+            certified = [n for n, d in answer["detectors"].items() if d == "certified"]
+            assert set(shared["parameters"]) == answer["detectors"].keys() - {"extras.bias"}
+            assert sorted(shared["moments"]) == sorted(f"{n}.{m}" for n in certified for m in ("exp_avg", "exp_avg_sq"))
+            # What was loaded is in shared memory again; the state of the plain parameter is loaded as it is.
+            assert stats["moved"] == len(set(certified) - {"extras.loose"})
+            assert stats["revoked"] == stats["down"] == 0
+    assert len({tuple(held) for held in plain}) == 2  # ranks hold different things, so the comparison says something
+
+
+def test_every_version_arrives_bit_for_bit(rig: Rig) -> None:
+    """Two ranks at two daemons: odd sizes, extras, skipped steps, accumulated ones, a second registration."""
+    spec: dict[str, Any] = {"kind": "llama"}
+    with rig.job(2, spec=spec) as job:
+        first, second = job.register("two")
+        assert {n: d for n, d in first["detectors"].items() if n.startswith("extras")} == EXTRAS
+        assert {n: d for n, d in second["detectors"].items() if n.startswith("extras")} == {
+            n: d for n, d in EXTRAS.items() if n not in ("extras.loose", "extras.bias")
+        }
+        embed = "lm.model.embed_tokens.weight"
+        assert (first["numel"][embed], second["numel"][embed]) == (126 * 30, 125 * 30)
+        assert (first["numel"]["extras.few"], second["numel"]["extras.few"]) == (2, 1)
+        with rig.follow("two", spec):
+            job.publish(2)
+            job.publish(skip=True)  # only the buffer moved
+            states = {s["state"] for a in job.ask("train", publish=False) for s in a["steps"]}
+            assert states == {"accumulated"}
+            job.publish()
+            job.ask("write_frozen")
+            job.publish()
+            # The same weights again under a new registration: deltas go on.
+            job.ask("close")
+            job.register("two")
+            last = job.publish(2)[0]["version"]
+        with rig.control("two") as control:
+            info = control.version(last)
+            assert (info.rewound, info.dense_tiles, info.writers) == (False, 0, 2)
+            assert 0 < info.changed < info.elements
+            assert control.versions().degraded.keys() <= {"frozen-written"}, control.versions().degraded
+
+
+def test_four_ranks_then_two_then_other_weights_on_two_replicas(rig: Rig) -> None:
+    """An elastic job: the chain goes on where the weights do, and is rewound where they do not."""
+    spec: dict[str, Any] = {"tied": True, "wrapped": True}
+    checkpoint = str(rig.folder / "elastic-checkpoint")
+    with rig.follow("elastic", spec):
+        with rig.job(4, spec=spec) as job:
+            said = job.register("elastic")
+            assert all(a["aliases"] == {"lm.lm_head.weight": "lm.model.embed_tokens.weight"} for a in said)
+            assert not any("wrapped" in n or "lm_head" in n for a in said for n in a["detectors"])
+            few = [a["numel"].get("extras.few", 0) for a in said]
+            assert few == [1, 1, 1, 0]  # the last rank holds padding only
+            done = job.publish(3)
+            job.ask("save", folder=checkpoint)
+        with rig.job(2, spec=spec, seed=5, checkpoint=checkpoint) as job:
+            job.register("elastic")
+            resumed = job.publish(2)
+        replicas = {**spec, "replicas": 2}
+        with rig.job(4, spec=replicas, seed=6) as job:
+            said = job.register("elastic")
+            assert [bool(a["detectors"]) for a in said] == [True, True, False, False]
+            other = job.publish(2)
+    with rig.control("elastic") as control:
+        infos = {v.version: v for v in control.versions().versions}
+        assert [infos[s["version"]].rewound for s in (*done, *resumed, *other)] == [False] * 5 + [True, False]
+        assert infos[resumed[0]["version"]].dense_tiles == 0
+        assert infos[resumed[0]["version"]].base == done[-1]["version"]
+        assert infos[other[0]["version"]].dense_tiles > 0
+        assert [infos[s["version"]].writers for s in (done[0], resumed[0], other[0])] == [4, 2, 4]
+
+
+def test_a_rank_that_cannot_declare_stops_all(rig: Rig) -> None:
+    """No rank waits for the registration of one that has refused."""
+    with rig.job(2, spec={}) as job:
+        job.ranks[1].ask("spoil")
+        first, second = job.register("spoilt", ok=False)
+        assert (first["error"], second["error"]) == ("InvalidInput", "UnsupportedOptimizer")
+        assert "rank 1 cannot declare" in first["text"]
