@@ -57,9 +57,8 @@ class Planner:
         self._asked = dict(detector) if isinstance(detector, Mapping) else {}
         self._owner: dict[int, GroupKey] = {}
         self._group_number: dict[GroupKey, int] = {}
-        self._elsewhere: dict[int, str] = {}
         self._kept: dict[str, list[str]] = {}
-        self._elsewhere: set[int] = set()
+        self._elsewhere: dict[int, str] = {}
         for i, optimizer in enumerate(optimizers):
             for j, group in enumerate(optimizer.param_groups):
                 for p in group["params"]:
@@ -179,10 +178,6 @@ class Planner:
             return name
         return self._names.get(name, name) if isinstance(self._names, Mapping) else self._names(name)
 
-    def elsewhere(self, param: torch.Tensor) -> None:
-        """Another rank publishes what this parameter of an optimizer holds."""
-        self._elsewhere.add(id(param))
-
     def finish(self) -> Plan:
         """The plan, after checks that concern all shards together."""
         declared_names = {p.meta.name for p in self.plan.pieces} | set(self.plan.aliases)
@@ -191,7 +186,7 @@ class Planner:
             unknown = sorted(given.keys() - declared_names)
             if unknown and not self._partial:
                 raise InvalidInput(f"{what} names tensors that are not declared: {unknown[:5]}.")
-        if not self.plan.shards and not self._elsewhere:
+        if not self.plan.shards and not self._elsewhere and not self._partial:
             raise InvalidInput("there is nothing to publish: no parameters, buffers or slices.")
         check_duplicates(self.plan.shards)
         check_storage(self.plan.shards)

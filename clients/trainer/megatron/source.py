@@ -78,7 +78,8 @@ class MegatronSource(Source):
             if n is None:
                 raise InvalidInput("the optimizer has a parameter that no model chunk has.", remedy="Pass all chunks.")
             if owners[content_key(placed[id(m.param)])] != min(m.holders):
-                planner.elsewhere(m.master)
+                for placement in placed[id(m.param)]:
+                    planner.add_elsewhere(placement.tensor.name, m.master)
             else:
                 planner.add_shard(
                     _shard(n, placed[id(m.param)], PlainHome(m.master), m.start, m.stop, mirrored=m.aliased)
