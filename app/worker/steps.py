@@ -10,6 +10,7 @@ from collections import Counter
 
 from app.worker.lanes import LanesWriter
 from app.worker.reader import SliceRead, SliceReader
+from app.worker.replicas import ReplicaReader
 from app.worker.source import Memory, SliceShape, SliceSource, check_registration, check_slice, files_named
 from clients.protocol import RankRegistration, SyncRequest
 from engine.detect.base import U16
@@ -30,6 +31,7 @@ class StepReader:
         self._reader = reader
         self._metas = {t.name: t for t in registration.tensors}
         self.shapes: list[SliceShape] = check_registration(registration)
+        self.replicas = ReplicaReader(registration, reader)
         self._sources: list[SliceSource] = []
         self._memory = Memory(cuda)
         self._snapshots: dict[int, U16] = {}
@@ -43,14 +45,13 @@ class StepReader:
         SharedMemoryError or DeviceMemoryError if some of it cannot be mapped.
         """
         sources = [self._memory.source(s) for s in self.shapes]
-        arrays = [a for s in sources for a in s.arrays]
+        arrays = [a for s in [*sources, *self.replicas.attach(self._memory)] for a in s.arrays]
         self._memory.device.try_out(arrays)
         self._sources = sources
         index = self._memory.device.device_of(arrays)
-        device = "cpu" if index is None else f"cuda:{index}"
         why: dict[str, str] = {}
         for name in sorted({g.name for g in self._registration.groups}):
-            chosen, result = selftest.choose(name, device)
+            chosen, result = selftest.choose(name, index)
             self._formulas[name], self.exact[name] = chosen, result.ok
             if not result.ok:
                 why[name] = result.detail
@@ -97,6 +98,7 @@ class StepReader:
     def close(self) -> None:
         """Give up all mappings."""
         self._sources.clear()
+        self.replicas.close()
         self._memory.close()
 
     def _first(self, source: SliceSource) -> SliceLedger:
@@ -124,8 +126,9 @@ class StepReader:
                 raise InvalidInput(f"slice {spec.slice} may only move; its declaration changed.")
             self.shapes[spec.slice] = check_slice(spec, self._metas, len(self._registration.groups))
             self._sources[spec.slice] = self._memory.source(self.shapes[spec.slice])
-        if sync.handles:
-            self._memory.keep_only(files_named([s.spec for s in self.shapes]))
+        self.replicas.move(sync.replica_handles, self._memory)
+        if sync.handles or sync.replica_handles:
+            self._memory.keep_only(files_named([s.spec for s in (*self.shapes, *self.replicas.shapes)]))
 
     def _read_slice(
         self, source: SliceSource, known: SliceLedger, step: int, sync: SyncRequest, counts: Counter[str]

@@ -38,6 +38,11 @@ class Slot:
     view: torch.Tensor
     ref: MemoryRef
 
+    @property
+    def moves(self) -> bool:
+        """The tensor that lies here is the trainer's own."""
+        return True
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor`'s storage is this slot."""
         return tensor.data_ptr() == self.view.data_ptr() and tensor.stride() == self.view.stride()
@@ -46,6 +51,11 @@ class Slot:
         """Whether `tensor` could be copied here unchanged."""
         same = tensor.shape == self.view.shape and tensor.dtype == self.view.dtype
         return same and tensor.device == self.view.device
+
+    def same(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` has the bits that lie here."""
+        mine, theirs = (x.detach().cpu().reshape(-1).view(torch.uint8) for x in (self.view, tensor))
+        return torch.equal(mine, theirs)
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy `tensor` in, bit for bit; returns the view to use in its place."""

@@ -1,4 +1,4 @@
-"""Moves a rank's tensors into shared memory and keeps them there.
+"""Puts a rank's tensors where the daemon can read them, and keeps them there.
 
 One invariant: training computes exactly what it would have computed without us. Values are moved bit for bit with their
 strides, optimizer state is created as torch would create it at the first step, and parameters stay the same objects.
@@ -13,33 +13,33 @@ from typing import Any
 
 import torch
 
-from clients.protocol import MemoryRef, SliceSpec
-from clients.trainer.arena import Arena, Slot, slot_bytes
-from clients.trainer.formulas import new_step_counter
+from clients.protocol import AnyRef, SliceSpec
+from clients.trainer.arena import Arena
+from clients.trainer.formulas import begin_state
 from clients.trainer.fused import GroupSteps
 from clients.trainer.home import Home, local_of, put_local
+from clients.trainer.places import Mirror, Place, Places, part_of, whole_numbers
 from clients.trainer.shards import Piece, Plan, Shard
 from engine.errors import StateConflict
-from transports.memory.shm import DTYPES
+from transports.memory.cuda_ipc import TorchCuda
 
 log = logging.getLogger(__name__)
-
-_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 @dataclass(eq=False)
 class _Bound:
-    """A shard with its places. `moments` maps state keys (exp_avg and the second moment in use) to slots.
+    """A shard with its places. `moments` maps state keys (exp_avg and the second moment in use) to theirs.
 
     Of a frozen one: `version` is torch's own count of in-place writes when it was last looked at, `writes` how often it
-    may have been written since the registration.
+    may have been written since the registration, `copied` that number at the latest copy.
     """
 
     shard: Shard
-    theta: Slot
-    moments: dict[str, Slot]
+    theta: Place
+    moments: dict[str, Place]
     version: int = 0
     writes: int = 0
+    copied: int = 0
     warned: bool = False
 
 
@@ -47,13 +47,18 @@ class Binding:
     """The shared memory of one rank's plan. All methods that write must run inside a mutation."""
 
     def __init__(
-        self, plan: Plan, optimizers: Sequence[torch.optim.Optimizer], models: Sequence[torch.nn.Module]
+        self,
+        plan: Plan,
+        optimizers: Sequence[torch.optim.Optimizer],
+        models: Sequence[torch.nn.Module],
+        places: Places | None = None,
     ) -> None:
         self._plan = plan
         self._optimizers = optimizers
         self._models = models
         self._bound: list[_Bound] = []
         self._arena: Arena | None = None
+        self.places = places or Places("auto", TorchCuda())
         self.group_steps = GroupSteps(optimizers)
 
     @property
@@ -61,12 +66,18 @@ class Binding:
         """Shared memory in use."""
         return self._arena.size_bytes if self._arena is not None else 0
 
+    @property
+    def mirrored_slices(self) -> int:
+        """Slices that are copies because their own memory is not read; side tensors always are."""
+        return sum(isinstance(b.theta, Mirror) and not b.shard.mirrored for b, _ in self._slices())
+
     def move_in(self, name_of: Callable[[int], str]) -> None:
-        """Move everything in. On SharedMemoryFull all is moved out again and no file is left."""
+        """Move everything in. On SharedMemoryFull or DeviceMemoryError all is moved out again and no file is left."""
         self._arena = Arena(name_of, sum(self._shard_bytes(s) for s in self._plan.shards))
         try:
             for shard in self._plan.shards:
                 self._bound.append(self._move_in(shard, self._arena))
+            self.places.settle(self._memories())
         except BaseException:
             self.move_out()
             raise
@@ -74,12 +85,13 @@ class Binding:
     def move_out(self) -> None:
         """Copy every tensor that lies in shared memory back to private memory and remove the files."""
         for b in self._bound:
-            if not b.shard.mirrored and b.theta.holds(b.shard.home.memory()):
-                b.shard.home.replace(b.theta.view.clone(memory_format=torch.preserve_format))
+            memory = b.shard.home.memory()
+            if b.theta.moves and b.theta.holds(memory):
+                b.shard.home.replace(memory.detach().clone(memory_format=torch.preserve_format))
             state = self._state(b.shard)
             for key, slot in b.moments.items():
-                if key in state and slot.holds(local_of(state[key])):
-                    put_local(state, key, slot.view.clone(memory_format=torch.preserve_format))
+                if key in state and slot.moves and slot.holds(memory := local_of(state[key])):
+                    put_local(state, key, memory.clone(memory_format=torch.preserve_format))
         self.close()
 
     def close(self) -> None:
@@ -97,17 +109,25 @@ class Binding:
         return [i for i, (b, _) in enumerate(self._slices()) if id(b.shard) in moved]
 
     def refresh_mirrors(self) -> None:
-        """Copy the side tensors (buffers), which others write whenever they like, into their slots."""
+        """Copy what is read as a copy: side tensors (buffers), which others write whenever they like, and all that is
+        mirrored. Then everything may be read."""
         buffers = {name: b for model in self._models for name, b in model.named_buffers()}
         for b in self._bound:
-            if not b.shard.mirrored:
+            if not isinstance(b.theta, Mirror):
                 continue
-            live = buffers.get(b.shard.model_name or "", b.shard.home.memory())
+            memory = b.shard.home.memory()
+            live = buffers.get(b.shard.model_name or "", memory) if b.shard.mirrored else memory
             if not b.theta.fits(live):
                 raise _changed(b.shard.name, live)
-            if b.shard.frozen and not _same_bits(live, b.theta.view):
+            if b.shard.frozen and b.shard.mirrored and not b.theta.same(live):
                 self._written(b)
-            b.theta.take(live)
+            if not b.shard.frozen or b.copied != b.writes:
+                b.theta.take(live)
+                b.copied = b.writes
+            for key, place in b.moments.items():
+                if isinstance(place, Mirror):
+                    place.take(local_of(self._state(b.shard)[key]))
+        self.places.settle(self._memories())
 
     def note_writes(self, *, announced: bool) -> None:
         """Count the frozen tensors that may have been written, so that the daemon looks at them again.
@@ -131,7 +151,7 @@ class Binding:
 
     def steps(self) -> list[int]:
         """Every slice's own step counter; of frozen slices how often they may have been written, 0 for others."""
-        counters = [self._counter(b.shard) for b in self._bound]
+        counters = whole_numbers([self._counter(b.shard) for b in self._bound])
         slices = ((c, b, piece) for c, b in zip(counters, self._bound, strict=True) for piece in b.shard.pieces)
         return [c if piece.detector == "certified" else b.writes for c, b, piece in slices]
 
@@ -140,12 +160,18 @@ class Binding:
         slices = zip(steps, self._slices(), strict=True)
         return [s if piece.detector == "certified" else b.writes for s, (b, piece) in slices]
 
-    def _counter(self, shard: Shard) -> int:
+    def _counter(self, shard: Shard) -> int | torch.Tensor:
         if shard.group is None:
             return 0
         if self.group_steps.counts(self._plan.groups[shard.group].optimizer):
             return self.group_steps.of(shard.home.param)
-        return int(self._state(shard).get("step", 0))
+        step: int | torch.Tensor = self._state(shard).get("step", 0)
+        return step
+
+    def _memories(self) -> list[torch.Tensor]:
+        """Every tensor that is read, as training has it now."""
+        moments = (local_of(self._state(b.shard)[key]) for b in self._bound for key in b.moments)
+        return [*(b.shard.home.memory() for b in self._bound), *moments]
 
     def _slices(self) -> list[tuple[_Bound, Piece]]:
         """Every piece with the shard it lies in, in the order of the registration."""
@@ -155,17 +181,15 @@ class Binding:
 
     def _move_in(self, shard: Shard, arena: Arena) -> _Bound:
         memory = shard.home.memory()
-        slot = arena.slot_like(memory)
-        bound = _Bound(shard, slot, {})
-        view = slot.take(memory)
-        if not shard.mirrored:
-            shard.home.replace(view)
+        place = self.places.of(memory, arena, side=shard.mirrored)
+        bound = _Bound(shard, place, {})
+        self._take(bound, memory)
         bound.version = _writes_to(shard.home)
         if shard.group is not None:
             self._ensure_state(shard)
             state = self._state(shard)
             for key in self._moment_keys(shard):
-                bound.moments[key] = arena.slot_like(local_of(state[key]))
+                bound.moments[key] = self.places.of(local_of(state[key]), arena, side=False)
             self._adopt_moments(bound)
         return bound
 
@@ -174,14 +198,19 @@ class Binding:
         if not b.shard.mirrored and not b.theta.holds(memory):
             if not b.theta.fits(memory):
                 raise _changed(b.shard.name, memory)
-            if b.shard.frozen and not _same_bits(memory, b.theta.view):
+            if b.shard.frozen and not b.theta.same(memory):
                 self._written(b)
-            b.shard.home.replace(b.theta.take(memory))
+            self._take(b, memory)
             moved = True
         if b.shard.group is not None:
             self._ensure_state(b.shard)
             moved = self._adopt_moments(b) or moved
         return moved
+
+    def _take(self, b: _Bound, memory: torch.Tensor) -> None:
+        view = b.theta.take(memory)
+        if b.theta.moves:
+            b.shard.home.replace(view)
 
     def _written(self, b: _Bound) -> None:
         if not b.warned:
@@ -202,29 +231,13 @@ class Binding:
                 continue
             if not slot.fits(memory):
                 raise _changed(f"{key} of {b.shard.name}", memory)
-            put_local(state, key, slot.take(memory))
-            moved = True
+            view, moved = slot.take(memory), True
+            if slot.moves:
+                put_local(state, key, view)
         return moved
 
     def _ensure_state(self, shard: Shard) -> None:
-        """Create the optimizer state of a parameter that had no step yet, as torch would at the first one.
-
-        Same keys in the same order, same dtypes: only earlier. A parameter without gradient keeps step 0 and zeros,
-        which is what the formula of "not advanced" and torch's own later start both mean.
-        """
-        state = self._state(shard)
-        if state:
-            return
-        group = self._group(shard)
-        assert shard.group is not None
-        number = self._plan.groups[shard.group].optimizer
-        if not self.group_steps.counts(number):
-            state["step"] = new_step_counter(group, shard.home.param)
-        dtypes = getattr(self._optimizers[number], "name_to_dtype_map", None) or {}
-        for key in _MOMENTS[: 3 if group.get("amsgrad") else 2]:
-            state[key] = torch.zeros_like(
-                shard.home.param.detach(), dtype=dtypes.get(key), memory_format=torch.preserve_format
-            )
+        begin_state(self._state(shard), self._group(shard), shard.home.param)
 
     def _moment_keys(self, shard: Shard) -> tuple[str, str]:
         """The first moment, and the second one that the step divides by."""
@@ -232,7 +245,9 @@ class Binding:
 
     def _spec(self, number: int, b: _Bound, piece: Piece) -> SliceSpec:
         certified = piece.detector == "certified"
-        moments: list[MemoryRef | None] = [_part(s.ref, piece) for s in b.moments.values()] if certified else []
+        moments: list[AnyRef | None] = []
+        if certified:
+            moments += [part_of(place.ref, piece.start, piece.numel) for place in b.moments.values()]
         first, second = moments or (None, None)
         return SliceSpec(
             slice=number,
@@ -240,14 +255,16 @@ class Binding:
             numel=piece.numel,
             blocks=piece.blocks,
             detector=piece.detector,
-            theta=_part(b.theta.ref, piece),
+            theta=part_of(b.theta.ref, piece.start, piece.numel),
             exp_avg=first,
             exp_avg_sq=second,
             group=b.shard.group if certified else None,
         )
 
     def _shard_bytes(self, shard: Shard) -> int:
-        return slot_bytes(shard.home.memory()) * (3 if shard.group is not None else 1)
+        memory = shard.home.memory()
+        theta, moment = (self.places.need_bytes(memory, side=side) for side in (shard.mirrored, False))
+        return theta + (2 * moment if shard.group is not None else 0)
 
     def _group(self, shard: Shard) -> dict[str, Any]:
         assert shard.group is not None
@@ -290,15 +307,3 @@ def _changed(name: str, tensor: torch.Tensor) -> StateConflict:
         remedy="Bring it back before the next sync (offloading belongs inside `with source.mutating()` both ways), or "
         "close this source and register again.",
     )
-
-
-def _part(ref: MemoryRef, piece: Piece) -> MemoryRef:
-    """Where the piece's elements lie within a shard's slot."""
-    if piece.start == 0 and piece.numel == ref.numel:
-        return ref
-    skipped = piece.start * DTYPES[ref.dtype].itemsize
-    return ref.model_copy(update={"offset_bytes": ref.offset_bytes + skipped, "numel": piece.numel})
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.detach().reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))

@@ -33,10 +33,10 @@ def check_local(name: str, tensor: torch.Tensor) -> None:
             f"{name} is a {type(tensor).__name__}, not a plain tensor.",
             remedy="Declare this rank's local memory with slices=[OwnedSlice(…)].",
         )
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+    if tensor.device.type not in ("cpu", "cuda") or tensor.layout != torch.strided:
         raise InvalidInput(
-            f"{name} lies on {tensor.device} ({tensor.layout}); this client shares plain CPU memory.",
-            remedy="Train on the CPU, or leave the tensor out with names={…: None}.",
+            f"{name} lies on {tensor.device} ({tensor.layout}); memory of the host and of CUDA devices can be read.",
+            remedy="Train on the CPU or a CUDA device, or leave the tensor out with names={…: None}.",
         )
 
 
@@ -137,7 +137,9 @@ def check_storage(shards: Sequence[Shard]) -> None:
                 remedy="Tie weights by using one Parameter object in both places.",
             )
     views = [
-        s.name for m, s in memories if not s.mirrored and m.untyped_storage().nbytes() > m.numel() * m.element_size()
+        s.name
+        for m, s in memories
+        if not s.mirrored and m.device.type == "cpu" and m.untyped_storage().nbytes() > m.numel() * m.element_size()
     ]
     if views:
         log.warning(

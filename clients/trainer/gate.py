@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -49,6 +49,8 @@ class Gate:
         self._pid = os.getpid()
         self.announced = 0
         """Mutations that the trainer announced and that may have written anything."""
+        self.on_unread: Callable[[], None] = lambda: None
+        """Called when a mutation may begin: nobody reads any more."""
 
     def take(self) -> int:
         """Allow one read: the next mutation waits for its release. Returns the hold's number."""
@@ -84,6 +86,7 @@ class Gate:
                 dead = self._read_is_dead()
                 if dead:
                     self.revoke(dead)
+        self.on_unread()
         self.stats.last_hold_ms = (time.monotonic() - start_s) * 1e3
         self.stats.hold_ms += self.stats.last_hold_ms
 

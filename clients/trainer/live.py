@@ -5,14 +5,22 @@ One invariant: what `registration` declares is what the parts here do: the same 
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
+from clients.errors import PROBLEM_PREFIX, JobFailed
 from clients.protocol import FormulaSpec, RankRegistration
 from clients.trainer.binding import Binding
 from clients.trainer.gate import Gate
+from clients.trainer.places import Places
 from clients.trainer.shards import Plan
 from clients.trainer.watch import Watch
+from transports.memory.cuda_ipc import DeviceMemoryError
+from transports.memory.generation import shm_name
 
 
 @dataclass(frozen=True)
@@ -21,7 +29,8 @@ class SourceStats:
 
     `hold_ms` is how long mutations waited for reads in all, `last_hold_ms` the latest one; `revoked` how many reads
     were taken back, `down` how many syncs found no daemon, `moved` how many tensors were moved in again,
-    `shared_bytes` the shared memory in use.
+    `shared_bytes` the shared memory in use. `exported` tensors of devices (weights and moments) are read where they
+    are, `mirrored` ones as copies made at every sync.
     """
 
     syncs: int
@@ -31,6 +40,44 @@ class SourceStats:
     revoked: int
     moved: int
     shared_bytes: int
+    exported: int = 0
+    mirrored: int = 0
+
+
+log = logging.getLogger(__name__)
+
+
+def move_in(
+    run: str,
+    launch: str,
+    rank: int,
+    plan: Plan,
+    optimizers: Sequence[torch.optim.Optimizer],
+    models: Sequence[torch.nn.Module],
+    places: Places,
+    gate: Gate,
+) -> Live:
+    """Put everything where the daemon can read it. On an error all is as it was, and the gate is closed."""
+    binding = Binding(plan, optimizers, models, places)
+    gate.on_unread = places.drop
+    try:
+        places.check(s.home.memory() for s in plan.shards)
+        with gate.control.mutating():
+            binding.move_in(lambda k: shm_name(run, launch, rank, f"m{k}"))
+        if places.mirrored:
+            log.warning("run %s: rank %d copies %d tensors to the host at every sync", run, rank, places.mirrored)
+        return Live(launch, plan, binding, gate, Watch(plan, optimizers, models, binding, gate))
+    except BaseException:
+        gate.close()
+        raise
+
+
+def unmappable(error: BaseException) -> bool:
+    """Whether memory of a device could not be shared with the daemon; copies of it could."""
+    if isinstance(error, JobFailed):
+        problem = error.job.problem
+        return problem is not None and problem.type == PROBLEM_PREFIX + DeviceMemoryError.code
+    return isinstance(error, DeviceMemoryError)
 
 
 @dataclass(frozen=True)
@@ -68,4 +115,5 @@ class Live:
             tensors=self.plan.tensors,
             groups=[FormulaSpec(name=f) for f in self.plan.formulas],
             slices=self.binding.specs(),
+            mirrored=self.binding.mirrored_slices,
         )

@@ -12,6 +12,7 @@ import httpx
 
 from clients.protocol import Detector
 from clients.trainer.group import Agree
+from clients.trainer.places import MemoryMode
 from clients.trainer.shards import Names
 
 
@@ -21,7 +22,9 @@ class SourceOptions(TypedDict, total=False):
     `names` renames canonical tensors (a mapping or a function; None leaves one out). `detector`: `snapshot` or `dense`
     for all trained tensors, or per canonical name. `dtypes`: canonical name → dtype receivers store (default BF16 for
     FP32 parameters). `rank`, `world`, `launch`, `agree` default to what torch.distributed's `group` says, and to a
-    single rank. `on_daemon_down`: whether training goes on without its daemon or waits for it.
+    single rank. `on_daemon_down`: whether training goes on without its daemon or waits for it. `memory`: how tensors on
+    a CUDA device are read: `ipc` where they are, `mirror` as copies in host memory (any tensor), or `auto`: the first,
+    and the second where the daemon cannot map the device's memory.
     """
 
     daemon: str
@@ -37,4 +40,5 @@ class SourceOptions(TypedDict, total=False):
     on_daemon_down: Literal["continue", "wait"]
     hold_timeout_s: float
     register_timeout_s: float
+    memory: MemoryMode
     transport: httpx.BaseTransport | None

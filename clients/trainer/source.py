@@ -12,24 +12,24 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Final, Literal, Self, TypeVar
+from typing import Any, Final, Literal, Self, TypeVar, get_args
 
 import httpx
 import torch
 
 from clients.errors import ApiError, ClientError, DaemonUnavailable, NotFound
 from clients.protocol import Cut, Detector, JobState, SyncRequest
-from clients.trainer.binding import Binding
 from clients.trainer.daemon import Daemon, SyncHandle, is_down
 from clients.trainer.gate import Gate
 from clients.trainer.group import Agree, default_agree, new_launch, rank_and_world
-from clients.trainer.live import Live, SourceStats
+from clients.trainer.live import Live, SourceStats, move_in, unmappable
 from clients.trainer.names import check_ids
+from clients.trainer.places import MemoryMode, Places
 from clients.trainer.plan import Planner
 from clients.trainer.shards import Names, Plan
-from clients.trainer.watch import Watch
 from engine.errors import DteError, InvalidInput, StateConflict
-from transports.memory.generation import ControlBlock, control_name, shm_name
+from transports.memory.cuda_ipc import Cuda, TorchCuda
+from transports.memory.generation import ControlBlock, control_name
 from transports.memory.shm import remove_stale
 
 log = logging.getLogger(__name__)
@@ -63,12 +63,15 @@ class Source(abc.ABC):
         on_daemon_down: Literal["continue", "wait"] = "continue",
         hold_timeout_s: float = 30.0,
         register_timeout_s: float = 600.0,
+        memory: MemoryMode = "auto",
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         """`optimizers`: those whose state is read, and whose steps are watched. `models`: whose loading is watched.
         The rest as in `SourceOptions`. Nothing is touched before `register`."""
         if on_daemon_down not in ("continue", "wait"):
             raise InvalidInput(f"on_daemon_down is 'continue' or 'wait', not {on_daemon_down!r}.")
+        if memory not in get_args(MemoryMode):
+            raise InvalidInput(f"memory is 'auto', 'ipc' or 'mirror', not {memory!r}.")
         check_ids(run, launch)
         found = rank_and_world(group)
         self.run = run
@@ -83,6 +86,7 @@ class Source(abc.ABC):
         self._wait_for_daemon = on_daemon_down == "wait"
         self._hold_timeout_s = hold_timeout_s
         self._register_timeout_s = register_timeout_s
+        self._memory: MemoryMode = memory
         self._daemon = Daemon(daemon, token, transport)
         self._live: Live | None = None
         self._missed: SyncRequest | None = None
@@ -107,32 +111,40 @@ class Source(abc.ABC):
     def stats(self) -> SourceStats:
         """Counts since `register`."""
         live = self._registered()
-        gate = live.gate.stats
+        gate, places = live.gate.stats, live.binding.places
         return SourceStats(
-            self._syncs,
-            self._down,
-            gate.hold_ms,
-            gate.last_hold_ms,
-            gate.revoked,
-            live.watch.moved_total,
-            live.binding.size_bytes,
-        )
+            self._syncs, self._down, gate.hold_ms, gate.last_hold_ms, gate.revoked, live.watch.moved_total,
+            live.binding.size_bytes, places.exported, places.mirrored,
+        )  # fmt: skip
 
     # --- registration ------------------------------------------------------------------------------------------------
 
     def register(self, step: int = 0) -> int:
-        """Move θ, m and v into shared memory, register, and wait until the first read is done and the epoch is open.
+        """Put θ, m and v where the daemon can read them (shared memory, or exported from a device), register, and wait
+        until the first read is done and the epoch is open.
 
         `step` is the number of the last step done before. Returns the epoch. On any error everything is moved out
-        again. Raises InvalidInput or UnsupportedOptimizer for what cannot be declared, SharedMemoryFull, and
-        `clients.errors`.
+        again. Raises InvalidInput or UnsupportedOptimizer for what cannot be declared, SharedMemoryFull,
+        DeviceMemoryError, and `clients.errors`.
         """
         if self._live is not None:
             raise StateConflict("this source is registered already.")
         for name in remove_stale():
             log.info("removed shared memory %s of a process that has died", name)
         self.launch = self.launch or new_launch(self._group)
-        live = self._move_in(self.launch, self._make_plan())
+        plan = self._make_plan()
+        try:
+            return self._enter(self.launch, plan, self._memory, step)
+        except DteError as e:
+            if self._memory != "auto" or not unmappable(e):
+                raise
+            log.warning("run %s: θ, m and v are copied to the host at every sync (memory='mirror'): %s", self.run, e)
+        return self._enter(self.launch, plan, "mirror", step)
+
+    def _enter(self, launch: str, plan: Plan, memory: MemoryMode, step: int) -> int:
+        gate = Gate(ControlBlock.create(control_name(self.run, launch, self.rank)), self._daemon, self._hold_timeout_s)
+        places = Places(memory, self._cuda())
+        live = move_in(self.run, launch, self.rank, plan, self._optimizers, self._models, places, gate)
         try:
             live.watch.install()
             body = live.registration(self.run, self.rank, self.world, step, hold=live.gate.take())
@@ -150,7 +162,7 @@ class Source(abc.ABC):
         self._live, self._posted_step = live, step
         log.info(
             "run %s: rank %d of %d registered, launch %s, epoch %s, %d slices, %.1f MiB shared",
-            self.run, self.rank, self.world, self.launch, self.epoch, len(live.plan.shards),
+            self.run, self.rank, self.world, launch, self.epoch, len(plan.shards),
             live.binding.size_bytes / 2**20,
         )  # fmt: skip
         assert self.epoch is not None
@@ -360,20 +372,15 @@ class Source(abc.ABC):
     # --- life --------------------------------------------------------------------------------------------------------
 
     def _make_plan(self) -> Plan:
-        planner = Planner(self._optimizers, names=self._names, detector=self._detector, dtypes=self._dtypes)
+        planner = Planner(
+            self._optimizers, names=self._names, detector=self._detector, dtypes=self._dtypes, partial=self.world > 1
+        )
         self._declare(planner)
         return planner.finish()
 
-    def _move_in(self, launch: str, plan: Plan) -> Live:
-        gate = Gate(ControlBlock.create(control_name(self.run, launch, self.rank)), self._daemon, self._hold_timeout_s)
-        binding = Binding(plan, self._optimizers, self._models)
-        try:
-            with gate.control.mutating():
-                binding.move_in(lambda k: shm_name(self.run, launch, self.rank, f"m{k}"))
-        except BaseException:
-            gate.close()
-            raise
-        return Live(launch, plan, binding, gate, Watch(plan, self._optimizers, self._models, binding, gate))
+    def _cuda(self) -> Cuda:
+        """How memory of devices is shared."""
+        return TorchCuda()
 
     def _registered(self) -> Live:
         if self._live is None:

@@ -66,6 +66,8 @@ class Watch:
         self._handles: list[Any] = []
         self._hypers = [self._capture(g) for g in range(len(plan.groups))]
         self._moved: set[int] = set()
+        self._late = any(self._on_device(o) for o in optimizers)
+        self._stepped_since = False
         self.steps = binding.steps()
         self.moved_total = 0
         self.loads = 0
@@ -108,6 +110,8 @@ class Watch:
             self._binding.note_writes(announced=self._gate.announced != self._announced)
             self._announced = self._gate.announced
             self._binding.refresh_mirrors()
+        if self._stepped_since:
+            self.steps, self._stepped_since = self._binding.steps(), False
         self.steps = self._binding.with_writes(self.steps)
 
     def hypers(self) -> list[HyperSpec]:
@@ -136,8 +140,16 @@ class Watch:
         for g, key in enumerate(self._plan.groups):
             if key.optimizer == number:
                 self._hypers[g] = self._capture(g)
-        self.steps = self._binding.steps()
+        self._binding.places.written()
+        if self._late:
+            self._stepped_since = True
+        else:
+            self.steps = self._binding.steps()
         self._gate.end("step")
+
+    def _on_device(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether step counters may lie on a device: reading them would make every step wait for it."""
+        return any(p.device.type != "cpu" for g in optimizer.param_groups for p in g["params"])
 
     def _model_loaded(self) -> None:
         self.loads += 1

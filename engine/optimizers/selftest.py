@@ -64,10 +64,15 @@ def passes(formula: Formula, device: str = "cpu") -> SelfTestResult:
     return SelfTestResult(True, f"{formula.name} reproduced {len(cases) * _STEPS} steps of torch {torch.__version__}.")
 
 
-def choose(name: str, device: str) -> tuple[Formula, SelfTestResult]:
+def choose(name: str, cuda_index: int | None) -> tuple[Formula, SelfTestResult]:
     """The formula called `name`, or its twin whose multiplications and additions the compiler contracted, if that is
-    the one which reproduces the optimizer on `device`; and the result of the test. Their intervals are the same."""
+    the one which reproduces the optimizer; and the result of the test. Their intervals are the same.
+
+    `cuda_index`: the device that formulas of CUDA are tested on; None: there is none.
+    """
     formula = registry.get(name)
+    there = isinstance(formula, HasRealOptimizer) and formula.device_type == "cuda" and cuda_index is not None
+    device = f"cuda:{cuda_index}" if there else "cpu"
     result = passes(formula, device)
     twin = f"{name}-fma"
     if not result.ok and twin in registry.names():
