@@ -27,6 +27,13 @@ def world(worlds: Worlds, pair: Server, qwen3: Path) -> World:
     return found
 
 
+def test_the_server_keeps_the_name_it_serves_under(world: World, pair: Server) -> None:
+    """The first test of the module: the engine's own loading from disk, which others use, replaces the name."""
+    world.wait_version(world.step().version)
+    assert [m["id"] for m in pair.get("/v1/models")["data"]] == ["policy"]
+    world.expect_newest(pair)
+
+
 @pytest.mark.parametrize("fault", ["refuse-0", "refuse-1", "tear"])
 def test_one_rank_that_fails_takes_the_others_back_with_it(world: World, pair: Server, fault: str) -> None:
     (pair.faults / fault).touch()
@@ -69,7 +76,6 @@ def test_another_server_started_from_a_later_version_is_the_same_and_goes_on_fro
     """The last test of the module: it ends the server."""
     world = worlds(qwen3)
     answer = world.follow(pair)
-    assert [m["id"] for m in pair.get("/v1/models")["data"]] == ["policy"]
     sums = pair.checksums()
     pair.end()
     fresh = start(write(qwen3, world.state, tmp_path / "trained"), tp=2).wait_ready()
