@@ -1,4 +1,4 @@
-"""Checks and measures weights that lie on a GPU: run it on a machine that has one.
+"""Checks and measures weights and optimizer state that lie on a GPU: run it on a machine that has one.
 
     python -m benchmarks.gpu_check [--device cuda:0] [--mib 1024]
 
@@ -6,14 +6,19 @@
 2. A version is prepared, committed, rolled back, and installed in a small module on the device, through the session
    that receivers use.
 3. How fast the digest and the scatter are, as ratios to a dense `copy_` of the same bytes in the same run.
+4. `benchmarks.gpu_memory`: real AdamW steps on the device, read by another process over CUDA IPC (with and without
+   expandable segments) and as copies, detected by both backends, compared bit for bit; the formulas' self-tests; that
+   freed memory comes back.
 
-Exits with 0 if everything agrees, 1 if something does not, 2 if there is no such device. Takes less than two minutes.
+Exits with 0 if everything agrees, 1 if something does not, 2 if there is no such device. Takes less than five minutes.
 `--device cpu` runs all of it without a GPU, which proves the script, and nothing about a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -33,6 +38,7 @@ from engine.layout.algebra import identity, to_json
 from engine.layout.blocks import Block, Layout
 from engine.records import TensorDigest, sha256_hex
 
+ALLOCATORS = (("", "ipc,mirror"), ("expandable_segments:True", "ipc"))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -211,12 +217,26 @@ def measure(device: torch.device, mib: int) -> None:
         print(f"scratch: {most / 2**20:.1f} MiB of device memory")
 
 
+def trainer_memory(device: torch.device) -> None:
+    """Part 4, once for each way in which torch may allocate: the choice is made when a process starts."""
+    on_cuda = device.type == "cuda"
+    for setting, modes in ALLOCATORS if on_cuda else (("", "auto,mirror"),):
+        print(f"memory: PYTORCH_CUDA_ALLOC_CONF={setting!r}", flush=True)
+        command = [sys.executable, "-m", "benchmarks.gpu_memory", "--device", str(device), "--modes", modes]
+        done = subprocess.run(command, env={**os.environ, "PYTORCH_CUDA_ALLOC_CONF": setting}, check=False)
+        if done.returncode == 3 and setting:
+            print("memory: expandable segments cannot be opened by another process here; sources mirror them")
+        else:
+            ensure(done.returncode == 0, f"trainer memory with {setting or 'the default allocator'}")
+
+
 def main() -> int:
     """Run the checks."""
     parser = argparse.ArgumentParser(description="Checks and measures weights that lie on a GPU.")
     parser.add_argument("--device", default="cuda", help="a torch device (cuda)")
     parser.add_argument("--mib", type=int, default=1024, help="MiB of weights to measure with (1024)")
     parser.add_argument("--rounds", type=int, default=60, help="random layouts to compare (60)")
+    parser.add_argument("--no-memory", action="store_true", help="leave out part 4")
     given = parser.parse_args()
     device = torch.device(given.device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -226,6 +246,8 @@ def main() -> int:
     compare(device, given.rounds)
     install(device)
     measure(device, given.mib)
+    if not given.no_memory:
+        trainer_memory(device)
     return 0
 
 

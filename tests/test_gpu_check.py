@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,3 +35,6 @@ def test_all_of_it_runs_on_the_cpu() -> None:
     assert "6 random layouts agree" in done.stdout
     assert "installed, bit for bit" in done.stdout
     assert "scatter of 1 %" in done.stdout
+    for mode in ("auto", "mirror"):
+        for kind in ("foreach", "fused", "single"):
+            assert re.search(rf"memory: {mode} +{kind} +\d{{4,}} changes found", done.stdout), done.stdout
