@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 import httpx
 import torch
 
-from clients.protocol import Cut, Job, JobState, MemoryRef, Problem, RankRegistration, SliceSpec, SyncRequest
+from clients.protocol import AnyRef, Cut, Job, JobState, MemoryRef, Problem, RankRegistration, SliceSpec, SyncRequest
 from transports.memory.generation import ControlBlock
 from transports.memory.shm import open_existing
 
 
-def read(ref: MemoryRef) -> torch.Tensor:
-    """A private copy of what a reference points to."""
+def read(ref: AnyRef) -> torch.Tensor:
+    """A private copy of what a reference to shared memory points to."""
+    assert isinstance(ref, MemoryRef)
     with open_existing(ref.file) as file:
         return file.tensor(ref.offset_bytes, ref.numel, ref.dtype).clone()
 
@@ -98,7 +99,7 @@ class FakeDaemon:
         return self._accept("sync", body.run, body.rank, body.step, state, body.version)
 
     def _read(self) -> None:
-        self.reads.append({name: read(s.theta) for name, s in self.slices.items()})
+        self.reads.append({name: read(s.theta) for name, s in self.slices.items() if isinstance(s.theta, MemoryRef)})
 
     def _accept(
         self, kind: str, run: str, rank: int, step: int, state: JobState, version: int | None
