@@ -31,6 +31,9 @@ class Metrics:
         self.decisions = Counter("dte_decisions", "Decisions seen.", ["run", "kind"], registry=r)
         self.head_version = Gauge("dte_head_version", "Newest committed version.", ["run"], registry=r)
         self.epoch = Gauge("dte_epoch", "Highest open epoch.", ["run"], registry=r)
+        self.diverged = Gauge(
+            "dte_diverged_replicas", "Replicas that differ from the newest version.", ["run"], registry=r
+        )
         # publisher
         self.jobs = Counter("dte_jobs", "Jobs that reached a final state.", ["kind", "state"], registry=r)
         self.stage_seconds = Histogram(

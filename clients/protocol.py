@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from engine.records.models import BlockJson, Count, Digest, LaunchId, RunId, TensorMeta, TensorName
+from engine.records.models import BlockJson, Cell, Count, Digest, LaunchId, RunId, TensorMeta, TensorName
 
 
 class Model(BaseModel):
@@ -86,6 +86,9 @@ class SliceSpec(Model):
     [0, numel) exactly once. Detector `certified` needs `exp_avg`, `exp_avg_sq` and `group`; `theta` is FP32 there and
     the canonical dtype is what the receiver stores. `snapshot` and `dense` compare the cast of `theta` in the canonical
     dtype; `frozen` is read for version 0, and again only when a sync says that it may have been written.
+
+    `cell` names what other ranks hold too. A replica is declared with `holders`, the first of the ranks that hold its
+    cell together, and detector `dense`: it is not published, only compared.
     """
 
     slice: Count
@@ -97,11 +100,14 @@ class SliceSpec(Model):
     exp_avg: AnyRef | None = None
     exp_avg_sq: AnyRef | None = None
     group: int | None = None
+    cell: Cell | None = None
+    holders: Count | None = None
 
 
 class RankRegistration(Model):
     """`POST /ranks`. `mirrored`: how many slices are copies that the trainer makes at every sync, because their own
-    memory cannot be read by another process; counted as a degraded mode."""
+    memory cannot be read by another process; counted as a degraded mode. `replicas`: what this rank holds and another
+    one publishes, with numbers of their own."""
 
     run: RunId
     launch: LaunchId
@@ -114,6 +120,7 @@ class RankRegistration(Model):
     tensors: list[TensorMeta]
     groups: list[FormulaSpec] = Field(default_factory=list)
     slices: list[SliceSpec]
+    replicas: list[SliceSpec] = Field(default_factory=list)
     mirrored: Count = 0
 
 
@@ -123,7 +130,8 @@ class SyncRequest(Model):
     `steps[i]` is the per-parameter step counter of `slices[i]` of the registration; of a `frozen` slice it says how
     often it may have been written since then; 0 for the others. `hypers[g]` belongs to `groups[g]`. `generation` and
     `hold` are the words of the control block at this moment.
-    `handles` replaces memory references that moved since the registration (slice number → new spec).
+    `handles` replaces memory references that moved since the registration (slice number → new spec), `replica_handles`
+    those of replicas.
     `version` null means: accumulate, do not publish.
     """
 
@@ -138,6 +146,7 @@ class SyncRequest(Model):
     hypers: list[HyperSpec]
     steps: list[Count]
     handles: list[SliceSpec] = Field(default_factory=list)
+    replica_handles: list[SliceSpec] = Field(default_factory=list)
 
 
 class JobState(StrEnum):

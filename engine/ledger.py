@@ -54,13 +54,15 @@ class SliceLedger:
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """The version this rank has promised and that is not decided yet. `detail` and `timings_ms` go into the part."""
+    """The version this rank has promised and that is not decided yet. `detail`, `timings_ms` and `replicas` (cell,
+    tensor, holders, digest in hex) go into the part."""
 
     version: int
     step: int
     base: int | None
     detail: dict[str, int] = field(default_factory=dict)
     timings_ms: dict[str, float] = field(default_factory=dict)
+    replicas: tuple[tuple[str, str, int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,7 @@ def encode(ledger: Ledger) -> bytes:
             "base": flight.base,
             "detail": flight.detail,
             "timings_ms": flight.timings_ms,
+            "replicas": flight.replicas,
         },
         "slices": slices,
     }
@@ -199,6 +202,11 @@ def _take_slice(cursor: _Cursor, h: Any) -> SliceLedger:
     )
 
 
+def _flight(h: dict[str, Any]) -> InFlight:
+    replicas = tuple((str(c), str(t), int(n), str(d)) for c, t, n, d in h.pop("replicas", ()))
+    return InFlight(**h, replicas=replicas)
+
+
 def decode(data: bytes) -> Ledger:
     """The ledger in `data`; CodecError if the bytes are not exactly one undamaged ledger."""
     if len(data) < _PREFIX.size + 32:
@@ -222,7 +230,7 @@ def decode(data: bytes) -> Ledger:
             epoch=header["epoch"],
             step=int(header["step"]),
             base=header["base"],
-            in_flight=None if flight is None else InFlight(**flight),
+            in_flight=None if flight is None else _flight(flight),
             slices=tuple(_take_slice(cursor, h) for h in header["slices"]),
         )
     except InvalidInput as error:

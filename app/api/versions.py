@@ -18,6 +18,7 @@ from fastapi.responses import Response
 
 from app.aio import gather_bounded
 from app.chain import Chain
+from app.decision_events import DIVERGED
 from app.problems import HttpProblem
 from app.roles.base import Node
 from clients.protocol import VersionInfo, Versions
@@ -105,7 +106,7 @@ def version_info(decision: CommitDecision, sha256: str, *, anchor: bool, told: T
         bits_per_entry=8 * totals.bytes / totals.changed if totals.changed and not totals.dense_tiles else None,
         created_ms=decision.created_ms,
         timings_ms=told.timings_ms,
-        detail=told.detail,
+        detail={**told.detail, **({"diverged_replicas": len(decision.diverged)} if decision.diverged else {})},
         writers=len(decision.parts),
         decision_sha256=sha256,
     )
@@ -121,6 +122,10 @@ def router(node: Node) -> APIRouter:
         sha256 = chain.decision_sha256(decision.version)
         told = await parts.of(chain, decision)
         return version_info(decision, sha256, anchor=decision.version in anchors, told=told)
+
+    def degraded(chain: Chain) -> dict[str, int]:
+        diverged = 0 if chain.head is None else len(chain.head.diverged)
+        return node.degraded.snapshot() | ({DIVERGED: diverged} if diverged else {})
 
     @api.get("/versions")
     async def versions(
@@ -143,7 +148,7 @@ def router(node: Node) -> APIRouter:
                 version_info(d, chain.decision_sha256(d.version), anchor=d.version in anchors, told=told.get(d.version))
                 for d in listed
             ],
-            degraded=node.degraded.snapshot(),
+            degraded=degraded(chain),
         )
 
     @api.get("/versions/latest", response_model=VersionInfo, responses={204: {"description": "None is newer (yet)."}})

@@ -113,6 +113,7 @@ def show_versions(url: str, token: str | None, run: str | None, *, last: int, as
 
 def _row(v: VersionInfo) -> tuple[str, ...]:
     marks = (" rewound" if v.rewound else "") + (" anchor" if v.anchor else "")
+    marks += " diverged" if v.detail.get("diverged_replicas") else ""
     stages = ", ".join(f"{name} {human_ms(ms)}" for name, ms in v.timings_ms.items())
     return (
         f"{v.version}{marks}",

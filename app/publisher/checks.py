@@ -25,20 +25,26 @@ def check_hypers(registration: RankRegistration, sync: SyncRequest) -> None:
             )
 
 
-def check_handles(registration: RankRegistration, handles: list[SliceSpec]) -> RankRegistration:
+def check_handles(registration: RankRegistration, sync: SyncRequest) -> RankRegistration:
     """The registration with moved memory references; InvalidInput unless only those moved."""
-    if not handles:
+    if not sync.handles and not sync.replica_handles:
         return registration
-    slices = list(registration.slices)
+    slices = _moved(registration.slices, sync.handles, "slice")
+    replicas = _moved(registration.replicas, sync.replica_handles, "replica")
+    return registration.model_copy(update={"slices": slices, "replicas": replicas})
+
+
+def _moved(declared: list[SliceSpec], handles: list[SliceSpec], what: str) -> list[SliceSpec]:
+    slices = list(declared)
     for spec in handles:
         if spec.slice >= len(slices):
-            raise InvalidInput(f"slice {spec.slice} was never registered.", remedy="Register the rank again.")
+            raise InvalidInput(f"{what} {spec.slice} was never registered.", remedy="Register the rank again.")
         old = slices[spec.slice]
         moved = old.model_copy(update={"theta": spec.theta, "exp_avg": spec.exp_avg, "exp_avg_sq": spec.exp_avg_sq})
         if moved != spec:
             raise InvalidInput(
-                f"slice {spec.slice} may only move; something else of its declaration changed.",
+                f"{what} {spec.slice} may only move; something else of its declaration changed.",
                 remedy="Start a new launch to change what a rank owns.",
             )
         slices[spec.slice] = moved
-    return registration.model_copy(update={"slices": slices})
+    return slices

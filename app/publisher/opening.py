@@ -14,9 +14,10 @@ from app.chain import Chain
 from app.committer import Committer, OpenEpoch
 from app.publisher.retry import until_stored
 from app.roles.base import Node
+from app.worker.protocol import InitialDone
 from clients.protocol import RankRegistration
 from engine.errors import StateConflict
-from engine.records import MAX_RECORD_BYTES, LaunchRecord, SliceDecl, keys, parse_record
+from engine.records import MAX_RECORD_BYTES, LaunchRecord, keys, parse_record
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,21 @@ async def open_epoch(
     chain: Chain,
     committer: Committer,
     registration: RankRegistration,
-    slices: list[SliceDecl],
+    initial: InitialDone,
     check_ended: Callable[[], None],
 ) -> Opening:
     """Announce the rank and wait until the epoch is open. LayoutError, StateConflict: it never will be. `check_ended`
     raises when nobody waits for it any more."""
     r = registration
     record = LaunchRecord(
-        run=r.run, launch=r.launch, rank=r.rank, world=r.world, step=r.step, tensors=r.tensors, slices=slices
+        run=r.run,
+        launch=r.launch,
+        rank=r.rank,
+        world=r.world,
+        step=r.step,
+        tensors=r.tensors,
+        slices=initial.slices,
+        replicas=initial.replicas,
     )
     standing = await until_stored(node.degraded, "launch record", lambda: committer.announce(record))
     while True:

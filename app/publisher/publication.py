@@ -97,6 +97,7 @@ class Publication:
             base=done.base,
             chunks=refs,
             slices=done.slices,
+            replicas=done.replicas,
             created_ms=time.time_ns() // 1_000_000,
             timings_ms={k: round(v, 3) for k, v in {**done.timings_ms, **timings_ms, **self.timings_ms}.items()},
             detail=done.detail,

@@ -25,6 +25,7 @@ from app.publisher.worker_handle import WorkerDied
 from app.roles.base import Node
 from app.worker import protocol as p
 from app.worker.protocol import BaseMoved, HoldTimeout, SpoolFull
+from app.worker.replicas import check_replica
 from app.worker.source import check_slice
 from app.worker.spool import RankSpool
 from clients.protocol import Cut, Job, JobState, RankRegistration, SyncRequest
@@ -221,14 +222,16 @@ class RankSession:
 
     async def _checked(self, sync: SyncRequest) -> RankRegistration:
         """The registration as it is with this sync; InvalidInput or LayoutError if the sync does not fit it."""
-        registration = check_handles(self.state.registration, sync.handles)
+        registration = check_handles(self.state.registration, sync)
         check_hypers(registration, sync)
-        if sync.handles:
+        if registration is not self.state.registration:
             metas = {t.name: t for t in registration.tensors}
 
             def check() -> None:
                 for spec in sync.handles:
                     check_slice(spec, metas, len(registration.groups))
+                for spec in sync.replica_handles:
+                    check_replica(spec, metas)
 
             await asyncio.to_thread(check)
         return registration

@@ -60,7 +60,7 @@ class Registrar:
             await self._begin_unread(job_id)
             return
         timings = {"initial": (time.monotonic() - started) * 1e3}
-        opening = await open_epoch(state.node, state.chain, state.committer, r, initial.slices, state.check_superseded)
+        opening = await open_epoch(state.node, state.chain, state.committer, r, initial, state.check_superseded)
         state.epoch = opening.epoch
         state.update(job_id, epoch=opening.epoch)
         await state.save()

@@ -19,6 +19,7 @@ from app.publisher.jobs import JobBook
 from app.publisher.rank_state import LaunchEnded
 from app.publisher.ranks import RankSession
 from app.roles.base import Node, Role
+from app.worker.replicas import check_replicas
 from app.worker.source import check_registration
 from app.worker.spool import RankSpool
 from clients.protocol import Job, RankRegistration, SyncRequest
@@ -75,6 +76,7 @@ class PublisherRole(Role):
     async def register(self, registration: RankRegistration) -> Job:
         """`POST /ranks`. Repeating the same registration gives the same job; a new launch replaces the old one."""
         await asyncio.to_thread(check_registration, registration)
+        await asyncio.to_thread(check_replicas, registration)
         async with self._lock:
             key = (registration.run, registration.rank)
             current = self._sessions.get(key)

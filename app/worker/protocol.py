@@ -12,7 +12,7 @@ from pydantic import Field
 
 from clients.protocol import Model, RankRegistration, SliceSpec, SyncRequest
 from engine.errors import CodecError, DteError, InvalidInput, LayoutError, StateConflict, UnsupportedOptimizer
-from engine.records.models import Count, SliceDecl, SliceResult
+from engine.records.models import Count, ReplicaDecl, ReplicaDigest, SliceDecl, SliceResult
 from transports.memory.cuda_ipc import DeviceMemoryError
 from transports.memory.shm import SharedMemoryError, SharedMemoryInvalid
 
@@ -99,6 +99,7 @@ class Initial(Model):
 class InitialDone(Model):
     revoked: bool = False
     slices: list[SliceDecl] = Field(default_factory=list)
+    replicas: list[ReplicaDecl] = Field(default_factory=list)
 
 
 class Begin(Model):
@@ -160,6 +161,7 @@ class EncodeDone(Model):
     step: Count
     base: int | None
     slices: list[SliceResult]
+    replicas: list[ReplicaDigest] = Field(default_factory=list)
     detail: dict[str, int] = Field(default_factory=dict)
     timings_ms: dict[str, float] = Field(default_factory=dict)
 

@@ -17,10 +17,8 @@ from app.worker import protocol as p
 from app.worker.encoder import VersionEncoder, slice_result
 from app.worker.lanes import LanesWriter
 from app.worker.reader import SliceReader, TornRead
-from app.worker.source import (
-    SliceShape,
-    declaration,
-)
+from app.worker.replicas import declarations, digests_of
+from app.worker.source import SliceShape, declaration
 from app.worker.spool import RankSpool, write_atomic
 from app.worker.steps import StepReader
 from clients.protocol import RankRegistration, SyncRequest
@@ -151,7 +149,8 @@ class RankWorker:
             )
         )
         return p.InitialDone(
-            slices=[declaration(s, to_hex(_last_total(x))) for s, x in zip(self._shapes, slices, strict=True)]
+            slices=[declaration(s, to_hex(_last_total(x))) for s, x in zip(self._shapes, slices, strict=True)],
+            replicas=declarations(self._steps.replicas.shapes),
         )
 
     def begin(self, request: p.Begin) -> p.ReadDone:
@@ -282,12 +281,13 @@ class RankWorker:
         writer = LanesWriter(self._spool.lanes_file(version))
         try:
             slices = self._steps.publish(after.slices, writer, counts, dense=dense)
+            replicas = self._steps.replicas.digests()
             if not control.intact(generation, hold):
                 raise TornRead("the hold was revoked")
             writer.finish()
             timings = {**timings, "spool": (time.monotonic() - started) * 1e3}
             detail = dict(counts)
-            flight = InFlight(version, after.step, after.base, detail, timings)
+            flight = InFlight(version, after.step, after.base, detail, timings, replicas)
             self._save(replace(after, in_flight=flight, slices=slices))
         except TornRead as error:
             writer.abandon()
@@ -327,6 +327,7 @@ class RankWorker:
             step=flight.step,
             base=flight.base,
             slices=[slice_result(s, x) for s, x in zip(self._shapes, known.slices, strict=True)],
+            replicas=digests_of(flight.replicas),
             detail=flight.detail,
             timings_ms={**flight.timings_ms, "encode": (time.monotonic() - started) * 1e3},
         )

@@ -219,5 +219,10 @@ def files_named(specs: Sequence[SliceSpec]) -> set[str]:
 def declaration(shape: SliceShape, digest_hex: str) -> SliceDecl:
     """What the launch record says of a slice."""
     return SliceDecl(
-        slice=shape.spec.slice, tensor=shape.meta.name, lanes=shape.lanes, blocks=shape.blocks, digest=digest_hex
+        slice=shape.spec.slice,
+        tensor=shape.meta.name,
+        lanes=shape.lanes,
+        blocks=shape.blocks,
+        digest=digest_hex,
+        cell=shape.spec.cell,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from engine.commit.replicas import ReplicaKey, replicas_of
 from engine.errors import InvalidInput, LayoutError, StateConflict
 from engine.records import ITEMSIZE, LaunchRecord, TensorMeta
 
@@ -26,7 +27,10 @@ def tensor_lanes(meta: TensorMeta) -> int:
 
 @dataclass(frozen=True)
 class LaunchView:
-    """A complete launch: its ranks' slices, the canonical tensors by name, and each tensor's digest at launch."""
+    """A complete launch: its ranks' slices, the canonical tensors by name, and each tensor's digest at launch.
+
+    `cells`: by rank, the cells of its slices that have one. `replicas`: by rank, what it holds and does not publish.
+    """
 
     run: str
     launch: str
@@ -36,6 +40,8 @@ class LaunchView:
     digests: Mapping[str, int]
     slices: tuple[WriterSlices, ...]
     elements: int
+    cells: tuple[Mapping[int, str], ...]
+    replicas: tuple[frozenset[ReplicaKey], ...]
 
 
 def summarize(records: Sequence[LaunchRecord]) -> LaunchView:
@@ -86,6 +92,8 @@ def summarize(records: Sequence[LaunchRecord]) -> LaunchView:
     for name in tensors:
         digests.setdefault(name, 0)
     return LaunchView(
+        cells=tuple({d.slice: d.cell for d in record.slices if d.cell is not None} for record in records),
+        replicas=replicas_of(records),
         run=first.run,
         launch=first.launch,
         world=len(records),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from engine.commit.chain import ChainState
 from engine.commit.launch import LaunchView
+from engine.commit.replicas import check_reported, find_diverged
 from engine.errors import DteError, ProofError, StateConflict
 from engine.records import (
     AbortDecision,
@@ -73,6 +74,7 @@ def decide(state: ChainState, epoch: EpochRecord, launch: LaunchView, parts: Map
             parts=[e.ref for e in entries],
             tensors=tensors,
             totals=_totals(launch, entries),
+            diverged=find_diverged(launch.cells, [e.part for e in entries]),
             created_ms=max(e.part.created_ms for e in entries),
         )
     )
@@ -111,6 +113,7 @@ def _check_same_cut(state: ChainState, epoch: EpochRecord, launch: LaunchView, e
                 f"version {state.next_version}: writer {writer}'s part does not report the slices it registered.",
                 remedy="Register the rank again under a new launch.",
             )
+        check_reported(part, launch.replicas[writer])
         for s in part.slices:
             if s.changed == 0 and s.dense_tiles == 0 and s.digest != s.digest_base:
                 raise ProofError(

@@ -11,6 +11,7 @@ from engine.records.canonical import (
 )
 from engine.records.models import (
     ITEMSIZE,
+    MAX_DIVERGED,
     AbortDecision,
     AnchorRecord,
     BlockJson,
@@ -18,6 +19,7 @@ from engine.records.models import (
     CommitDecision,
     Decision,
     DenseRequest,
+    Diverged,
     EpochRecord,
     EpochStartDecision,
     LatestHint,
@@ -25,6 +27,8 @@ from engine.records.models import (
     PartRecord,
     PartRef,
     Record,
+    ReplicaDecl,
+    ReplicaDigest,
     SliceDecl,
     SliceResult,
     TensorDigest,
@@ -34,6 +38,7 @@ from engine.records.models import (
 
 __all__ = [
     "ITEMSIZE",
+    "MAX_DIVERGED",
     "MAX_RECORD_BYTES",
     "AbortDecision",
     "AnchorRecord",
@@ -42,6 +47,7 @@ __all__ = [
     "CommitDecision",
     "Decision",
     "DenseRequest",
+    "Diverged",
     "EpochRecord",
     "EpochStartDecision",
     "LatestHint",
@@ -49,6 +55,8 @@ __all__ = [
     "PartRecord",
     "PartRef",
     "Record",
+    "ReplicaDecl",
+    "ReplicaDigest",
     "SliceDecl",
     "SliceResult",
     "TensorDigest",

@@ -6,17 +6,21 @@ loses a put-if-absent race can read back and compare. Digests travel as 16 hex d
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, StringConstraints, model_serializer
 
 SCHEMA: Final = 1
+MAX_DIVERGED: Final = 1000
+"""A decision names no more replicas: one fault may have reached every one of them."""
 
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 RunId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 LaunchId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 TensorName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:\[\]-]{0,511}$")]
+Cell = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16,64}$")]
+"""Names the canonical content of one of a trainer's parameters: the same for all ranks that hold the same elements."""
 Key = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 DType = Literal["bfloat16", "float16", "float32", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"]
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
@@ -34,6 +38,20 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class SparseRecord(Record):
+    """A record some fields of which are absent from its bytes, not null or empty, when they say nothing."""
+
+    OPTIONAL: ClassVar[tuple[str, ...]] = ()
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        out: dict[str, Any] = dump(self)
+        for name in self.OPTIONAL:
+            if not out.get(name, True):
+                del out[name]
+        return out
+
+
 class TensorMeta(Record):
     """A canonical tensor: Hugging Face name, shape, and the dtype the rollout side stores."""
 
@@ -48,21 +66,37 @@ class TensorDigest(TensorMeta):
     digest: Digest
 
 
-class SliceDecl(Record):
+class SliceDecl(SparseRecord):
     """One slice a writer owns: `lanes` consecutive 16-bit lanes, mapped to the tensor's canonical lanes by `blocks`.
 
-    The source side of the blocks covers [0, lanes) exactly once; the source index is the element's *rank*.
+    The source side of the blocks covers [0, lanes) exactly once; the source index is the element's *rank*. `cell`: what
+    other ranks hold too, if any do.
     """
+
+    OPTIONAL: ClassVar[tuple[str, ...]] = ("cell",)
 
     slice: Count
     tensor: TensorName
     lanes: Count
     blocks: list[BlockJson]
     digest: Digest
+    cell: Cell | None = None
 
 
-class LaunchRecord(Record):
+class ReplicaDecl(Record):
+    """`lanes` lanes of `tensor` in `cell` that a rank holds and does not publish. The ranks that hold the whole cell
+    together are named by the first of them, `holders`."""
+
+    cell: Cell
+    tensor: TensorName
+    holders: Count
+    lanes: Count
+
+
+class LaunchRecord(SparseRecord):
     """`runs/<run>/launches/<launch>/<rank>.json`: one rank's registration, written once per launch and rank."""
+
+    OPTIONAL: ClassVar[tuple[str, ...]] = ("replicas",)
 
     schema_version: Literal[1] = SCHEMA
     run: RunId
@@ -72,6 +106,7 @@ class LaunchRecord(Record):
     step: Count
     tensors: list[TensorMeta]
     slices: list[SliceDecl]
+    replicas: list[ReplicaDecl] = Field(default_factory=list)
 
 
 class EpochRecord(Record):
@@ -109,8 +144,19 @@ class SliceResult(Record):
     tiles: Count
 
 
-class PartRecord(Record):
+class ReplicaDigest(Record):
+    """The digest of what a `ReplicaDecl` names, at a version."""
+
+    cell: Cell
+    tensor: TensorName
+    holders: Count
+    digest: Digest
+
+
+class PartRecord(SparseRecord):
     """`versions/<version>/parts/<epoch>-<writer>.json`: one writer's share of a version, empties included."""
+
+    OPTIONAL: ClassVar[tuple[str, ...]] = ("replicas",)
 
     schema_version: Literal[1] = SCHEMA
     run: RunId
@@ -122,6 +168,7 @@ class PartRecord(Record):
     base: Count | None
     chunks: list[ChunkRef]
     slices: list[SliceResult]
+    replicas: list[ReplicaDigest] = Field(default_factory=list)
     created_ms: Count = 0
     timings_ms: dict[str, float] = Field(default_factory=dict)
     detail: dict[str, int] = Field(default_factory=dict)
@@ -162,8 +209,18 @@ class Totals(Record):
         return self.dense_lanes >= self.elements > 0
 
 
-class CommitDecision(Record):
-    """A version exists because of this record."""
+class Diverged(Record):
+    """The ranks from `holders` on hold other bits of `tensor` than those that the ranks from `writer` on publish."""
+
+    tensor: TensorName
+    writer: Count
+    holders: Count
+
+
+class CommitDecision(SparseRecord):
+    """A version exists because of this record. `diverged` names at most the first MAX_DIVERGED."""
+
+    OPTIONAL: ClassVar[tuple[str, ...]] = ("diverged",)
 
     schema_version: Literal[1] = SCHEMA
     kind: Literal["commit"] = "commit"
@@ -177,6 +234,7 @@ class CommitDecision(Record):
     parts: list[PartRef]
     tensors: list[TensorDigest]
     totals: Totals
+    diverged: list[Diverged] = Field(default_factory=list, max_length=MAX_DIVERGED)
     created_ms: Count
     hmac: Sha256 | None = None
 

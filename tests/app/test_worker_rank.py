@@ -283,3 +283,77 @@ def test_a_dead_trainers_memory_is_not_mapped(bench: Bench) -> None:
     assert (bench.opened.attached, bench.opened.why) == (False, "the trainer process is gone.")
     gc.collect()
     assert not mapped(opened[0])
+
+
+def test_replicas_are_read_in_the_versions_hold_and_their_digests_are_durable(tmp_path: Path) -> None:
+    trainer = ScriptedTrainer()
+    whole = trainer.replicate("embed", 0, holders=0)
+    halves = [trainer.replicate("norm", 0, 0, start, start + 48) for start in (0, 48)]
+    bench = Bench(trainer, tmp_path)
+    try:
+        r = bench.registration
+        initial = bench.worker.initial(p.Initial(generation=r.generation, hold=r.hold))
+        assert [(d.tensor, d.holders, d.lanes) for d in initial.replicas] == [("embed", 0, 72 * 1024), ("norm", 0, 96)]
+        assert {s.tensor: s.cell is not None for s in initial.slices if s.cell} == {"embed": True, "norm": True}
+        bench.begin()
+        published = {s.tensor: s.digest for s in bench.chunks(0)[1].slices}
+        assert [x.digest for x in bench.chunks(0)[1].replicas] == [published["embed"], published["norm"]]
+        bench.settle(0)
+        trainer.step()
+        trainer.flip(halves[1])
+        assert bench.read(1).published == 1
+        done = bench.chunks(1)[1]
+        published = {s.tensor: s.digest for s in done.slices}
+        embed, norm = done.replicas
+        assert embed.digest == published["embed"]
+        assert norm.digest != published["norm"]
+        # What is read later, or by another worker, does not change what the part will say.
+        whole.theta.zero_()
+        bench.again()
+        assert bench.chunks(1)[1].replicas == done.replicas
+        bench.settle(1)
+        trainer.step()
+        accumulated = bench.read(None)
+        assert not any("replica" in name for name in accumulated.detail)
+    finally:
+        bench.worker.close()
+        trainer.close()
+
+
+def test_a_read_that_takes_too_long_in_a_replica_is_given_up(tmp_path: Path) -> None:
+    trainer = ScriptedTrainer()
+    trainer.replicate("embed", 0, holders=0)
+    bench = Bench(trainer, tmp_path)
+    try:
+        bench.begin()
+        bench.settle(0)
+        trainer.step()
+        worker = bench.worker
+        worker._steps.replicas.digests = lambda: (_ for _ in ()).throw(p.HoldTimeout("too long"))  # type: ignore[method-assign]
+        with pytest.raises(p.HoldTimeout):
+            bench.read(1)
+        assert bench.ledger.in_flight is None
+        assert not (tmp_path / "lanes-1.bin").exists()
+    finally:
+        bench.worker.close()
+        trainer.close()
+
+
+def test_a_replicas_memory_may_move(tmp_path: Path) -> None:
+    trainer = ScriptedTrainer()
+    replica = trainer.replicate("norm", 0, holders=0)
+    bench = Bench(trainer, tmp_path)
+    try:
+        bench.begin()
+        bench.settle(0)
+        trainer.step()
+        replica.ref = trainer._alloc(96, "float32")
+        replica.theta = trainer._view(replica.ref)
+        replica.follow()
+        trainer.flip(replica)
+        bench.read(1, replica_handles=trainer.replica_specs(0))
+        done = bench.chunks(1)[1]
+        assert done.replicas[0].digest != next(s.digest for s in done.slices if s.tensor == "norm")
+    finally:
+        bench.worker.close()
+        trainer.close()

@@ -6,6 +6,7 @@ of a real job does.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import uuid
 from collections.abc import Iterable
@@ -37,12 +38,30 @@ class Piece:
     m: MemoryRef | None = None
     v: MemoryRef | None = None
     param: torch.nn.Parameter | None = None
+    cell: str | None = None
+
+
+@dataclass
+class Replica:
+    """A copy of `of` on another rank, in memory of its own. Elements from `start` on."""
+
+    of: Piece
+    holders: int
+    start: int
+    blocks: list[Any]
+    theta: torch.Tensor
+    ref: MemoryRef
+
+    def follow(self) -> None:
+        """Hold what the publishing rank holds."""
+        self.theta.copy_(self.of.theta[self.start : self.start + self.theta.numel()])
 
 
 @dataclass
 class Rank:
     control: ControlBlock
     pieces: list[Piece] = field(default_factory=list)
+    replicas: list[Replica] = field(default_factory=list)
     hold: int = 0
 
 
@@ -134,6 +153,24 @@ class ScriptedTrainer:
             size = int(np.prod(self._metas[name].shape))
             self._piece(rank, name, [[[size], 0, [1], 0, [1]]], np.arange(size), detector)
 
+    def replicate(self, tensor: str, rank: int, holders: int | None = None, start: int = 0, stop: int = 0) -> Replica:
+        """Let `rank` hold a copy of (elements [start, stop) of) the first slice of `tensor`, a flat range, before it
+        registers."""
+        of = self.piece(tensor)
+        of.cell = hashlib.sha256(tensor.encode()).hexdigest()[:32]
+        stop = stop or of.index.size
+        ref = self._alloc(stop - start, of.ref.dtype)
+        blocks = [[[stop - start], 0, [1], int(of.index[start]), [1]]]
+        replica = Replica(of, rank if holders is None else holders, start, blocks, self._view(ref), ref)
+        replica.follow()
+        self.ranks[rank].replicas.append(replica)
+        return replica
+
+    def flip(self, replica: Replica, element: int = 0, bit: int = 16) -> None:
+        """Change one bit of a replica."""
+        words = replica.theta.view({2: torch.int16, 4: torch.int32}[replica.theta.element_size()])
+        words[element] ^= 1 << bit
+
     def close(self) -> None:
         """Give the names back (what the last process does when it ends)."""
         for r in self.ranks:
@@ -163,6 +200,8 @@ class ScriptedTrainer:
             for r in self.ranks:
                 r.control.begin_mutation()
             self.optimizer.step()
+            for replica in (x for r in self.ranks for x in r.replicas):
+                replica.follow()
             for r in self.ranks:
                 r.control.end_mutation()
         self.step_number += 1
@@ -211,13 +250,29 @@ class ScriptedTrainer:
                 exp_avg=p.m,
                 exp_avg_sq=p.v,
                 group=0 if p.param is not None else None,
+                cell=p.cell,
             )
             for i, p in enumerate(self.ranks[rank].pieces)
         ]
 
+    def replica_specs(self, rank: int) -> list[SliceSpec]:
+        return [
+            SliceSpec(
+                slice=i,
+                tensor=r.of.tensor,
+                numel=r.theta.numel(),
+                blocks=r.blocks,
+                detector="dense",
+                theta=r.ref,
+                cell=r.of.cell,
+                holders=r.holders,
+            )
+            for i, r in enumerate(self.ranks[rank].replicas)
+        ]
+
     def registration(self, rank: int = 0, **changes: Any) -> RankRegistration:
         """`POST /ranks` of a rank, with a new hold taken."""
-        owned = {p.tensor for p in self.ranks[rank].pieces}
+        owned = {p.tensor for p in self.ranks[rank].pieces} | {r.of.tensor for r in self.ranks[rank].replicas}
         body: dict[str, Any] = {
             "run": self.run,
             "launch": self.launch,
@@ -230,6 +285,7 @@ class ScriptedTrainer:
             "tensors": [t for t in self.tensors if t.name in owned],
             "groups": [FormulaSpec(name=FORMULA)],
             "slices": self.specs(rank),
+            "replicas": self.replica_specs(rank),
         }
         return RankRegistration(**{**body, **changes})
 
