@@ -81,8 +81,8 @@ def test_every_version_arrives_bit_for_bit(rig: Rig) -> None:
             last = job.publish(2)[0]["version"]
         with rig.control("two") as control:
             info = control.version(last)
-            assert (info.rewound, info.dense_tiles, info.writers) == (False, 0, 2)
-            assert 0 < info.changed < info.elements
+            assert (info.rewound, info.writers) == (False, 2)
+            assert 0 < info.changed < info.elements / 4
             assert control.versions().degraded.keys() <= {"frozen-written"}, control.versions().degraded
 
 
@@ -114,9 +114,11 @@ def test_four_ranks_then_two_then_other_weights_on_two_replicas(rig: Rig) -> Non
         assert [[v.rewound for v in life] for life in lives] == [[False] * 4, [False] * 2, [True, False, False]]
         assert [life[-1].writers for life in lives] == [4, 2, 4]
         goes_on, rewound = lives[1][0], lives[2][0]
-        assert (goes_on.base, goes_on.step, goes_on.dense_tiles) == (done[-1]["version"], 4, 0)
+        assert (goes_on.base, goes_on.step) == (done[-1]["version"], 4)
+        assert goes_on.changed < goes_on.elements / 4
+        # Dense as few tiles go where deltas do: those of a few elements, which have all changed.
         assert (rewound.base, rewound.step) == (resumed[-1]["version"], 0)
-        assert rewound.dense_tiles > 0
+        assert rewound.dense_tiles > 5 * goes_on.dense_tiles
 
 
 def test_a_rank_that_cannot_declare_stops_all(rig: Rig) -> None:

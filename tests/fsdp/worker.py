@@ -86,12 +86,14 @@ class Trainer:
         self.model.extras.bias = self.model.extras.bias + 0.25  # a router bias: another object each time
 
     def digest(self) -> str:
-        """Of all bits that training goes on from, on this rank."""
+        """Of all bits that training goes on from, on this rank; state that is not there yet is zeros."""
         held = hashlib.sha256()
         for p in self.model.parameters():
-            state = self.optimizer.state.get(p, {})
-            for t in (p, *(state[k] for k in ("exp_avg", "exp_avg_sq") if k in state)):
+            state = self.optimizer.state.get(p, {}) if p.requires_grad else {}
+            moments = [state.get(key, torch.zeros_like(p.detach())) for key in ("exp_avg", "exp_avg_sq")]
+            for t in (p, *moments):
                 held.update(_bits(_local(t)).tobytes())
+            held.update(str(float(state.get("step", 0.0))).encode())
         return held.hexdigest()
 
     def record(self, folder: str) -> None:
