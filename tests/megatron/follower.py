@@ -33,7 +33,9 @@ def rollout_model(config: dict[str, Any], dense: dict[str, torch.Tensor]) -> tor
             if not hasattr(module, part):
                 module.add_module(part, torch.nn.Module())
             module = module.get_submodule(part)
-        module.register_parameter(leaf, torch.nn.Parameter(torch.zeros_like(tensor), requires_grad=False))
+        # Megatron-Core holds a router's bias in 16 bits until the first forward pass.
+        kind = torch.float32 if leaf == "e_score_correction_bias" else tensor.dtype
+        module.register_parameter(leaf, torch.nn.Parameter(torch.zeros_like(tensor, dtype=kind), requires_grad=False))
     return root
 
 
@@ -72,7 +74,8 @@ class Follower:
         """The receiver at the newest version against the gather of this step."""
         dense = load_file(said["file"])
         if self.receiver is None:
-            self.model = rollout_model(hf_config(job), dense)
+            config = hf_config(job) | ({"torch_dtype": "float16"} if job.fp16 else {})
+            self.model = rollout_model(config, dense)
             self.receiver = TorchReceiver(self.model, name=f"to-{self.run}", run=self.run, daemon=self.daemons[0])
         if said["version"] is not None and said["state"] == "committed":
             self._wait(said["version"])
@@ -80,7 +83,7 @@ class Follower:
             held = self.model.state_dict()
             names = {n for n in held if not (job.tied and n == "lm_head.weight")}
             assert set(dense) == names, set(dense) ^ names
-            wrong = {n: int((bits(held[n]) != bits(dense[n])).sum()) for n in names}
+            wrong = {n: int((bits(held[n]) != bits(dense[n].to(held[n].dtype))).sum()) for n in names}
         assert not any(wrong.values()), {n: w for n, w in wrong.items() if w}
 
     def _wait(self, version: int) -> None:
@@ -89,6 +92,12 @@ class Follower:
         while not self.receiver.ready or (self.receiver.version or 0) < version:
             assert time.monotonic() < until_s, self.control.receivers()
             time.sleep(0.02)
+
+    def same(self, file: str, other: str) -> None:
+        """Two dense files have the same bits."""
+        a, b = load_file(file), load_file(other)
+        assert a.keys() == b.keys()
+        assert not [n for n in a if not torch.equal(bits(a[n]), bits(b[n]))]
 
     def changed(self) -> list[int]:
         """Changed elements of every version after the first."""

@@ -6,14 +6,22 @@ nothing of dte took part in; the test compares it with what a receiver holds.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from clients.control import ControlClient
 from clients.protocol import JobState
 from clients.trainer.megatron import MegatronSource
+from clients.trainer.megatron.model import parameters, unwrap
+from clients.trainer.megatron.source import current_shape
+from clients.trainer.megatron.state import masters
+from engine.errors import InvalidInput
+from engine.models.megatron import MegatronTable
 from tests.support.megatron.gather import gather_hf
 from tests.support.megatron.train import Trainer
 from tests.support.megatron.worker import Context
@@ -28,7 +36,7 @@ def source_of(trainer: Trainer, context: Context, **options: Any) -> MegatronSou
     return MegatronSource(
         trainer.model_chunks,
         trainer.optimizer,
-        trainer.hf_config,
+        trainer.hf_config | ({"torch_dtype": "float16"} if trainer.job.fp16 else {}),
         run=context.args["run"],
         daemon=daemons[rank % len(daemons)],
         hold_timeout_s=TIMEOUT_S,
@@ -38,7 +46,7 @@ def source_of(trainer: Trainer, context: Context, **options: Any) -> MegatronSou
 
 def dump(trainer: Trainer, context: Context, number: int) -> str | None:
     """Write the dense gather; its file on rank 0. Collective."""
-    dense = gather_hf(trainer)
+    dense = gather_hf(trainer, dtype=torch.float16 if trainer.job.fp16 else torch.bfloat16)
     if dense is None:
         return None
     file = context.folder / f"dense-{number}.safetensors"
@@ -55,11 +63,15 @@ def tell(
         context.hear()
 
 
-def decided(context: Context, trainer: Trainer, version: int = 0) -> None:
-    """Wait until this rank's daemon knows a version, so that the next sync makes the next one."""
-    daemons = context.args["daemons"]
-    with ControlClient(daemons[trainer.coordinates.rank % len(daemons)], run=context.args["run"]) as control:
-        control.wait_for_version(version, TIMEOUT_S)
+def begun(trainer: Trainer, context: Context, source: MegatronSource) -> None:
+    """Wait until this rank's daemon has decided what the registration brought, and tell what there is."""
+    file = dump(trainer, context, 0)
+    until_s = time.monotonic() + TIMEOUT_S
+    while source._daemon.cut(source.run, source.rank).version is None:
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+    with ControlClient(source._daemon.url, run=source.run) as control:
+        tell(trainer, context, 0, "committed", control.versions().head, file)
 
 
 def ship(trainer: Trainer, context: Context, source: MegatronSource, number: int, **more: Any) -> None:
@@ -87,9 +99,79 @@ def follow(trainer: Trainer, context: Context) -> dict[str, Any]:
         return {"ok": steps, "shared_bytes": source.stats.shared_bytes}
 
 
-def train_alone(trainer: Trainer, context: Context) -> dict[str, Any]:
-    """The same steps without a source, for the comparison of what training computes."""
+def train_alone(trainer: Trainer, context: Context) -> str | None:
+    """The same steps without a source: the file with what they end in."""
     for _ in range(context.args["steps"]):
         trainer.step()
-        trainer.sync_params()
-    return {"file": dump(trainer, context, context.args["steps"])}
+    return dump(trainer, context, context.args["steps"])
+
+
+def written(trainer: Trainer, context: Context) -> None:
+    """Writes outside the formula after each step, as QK clipping does: announced at the first, unannounced at the
+    second, together with an offload and reload of the optimizer at the third."""
+    with source_of(trainer, context) as source:
+        begun(trainer, context, source)
+        for number in (1, 2, 3):
+            trainer.step()
+            with source.mutating() if number != 2 else contextlib.nullcontext():
+                for m in masters(trainer.optimizer):
+                    m.master.mul_(0.9)
+                    m.param.data.view(-1)[m.start : m.stop].copy_(m.master)
+                if number == 3:
+                    trainer.optimizer.offload_to_cpu()
+                    trainer.optimizer.restore_from_cpu()
+            for chunk in trainer.model_chunks:
+                if trainer.job.optimizer == "dist":
+                    chunk.start_param_sync(force_sync=True)
+            ship(trainer, context, source, number)
+
+
+def stale(trainer: Trainer, context: Context) -> list[str]:
+    """Masters that do not belong to the weights: at the registration, and after a load in the middle. What was said."""
+    said = []
+    trainer.reload(trainer.job.seed + 1, masters=False)
+    source = source_of(trainer, context)
+    try:
+        source.register()
+    except InvalidInput as error:
+        said.append(f"{error.message} {error.remedy}")
+    trainer.optimizer.reload_model_params()
+    with source:
+        begun(trainer, context, source)
+        trainer.step()
+        ship(trainer, context, source, 1)
+        other = [{k: v * 0.5 for k, v in c.state_dict().items() if torch.is_tensor(v)} for c in trainer.model_chunks]
+        for chunk, state in zip(trainer.model_chunks, other, strict=True):
+            chunk.load_state_dict(state, strict=False)
+        dist.barrier()
+        try:
+            source.sync(2)
+        except InvalidInput as error:
+            said.append(f"{error.message} {error.remedy}")
+        with source.mutating():
+            trainer.optimizer.reload_model_params()
+        ship(trainer, context, source, 2)
+    return said
+
+
+def resumed(trainer: Trainer, context: Context) -> None:
+    """Take the weights of a dense file, whatever shape wrote it, and follow from there."""
+    if context.args.get("weights"):
+        fill(trainer, load_file(context.args["weights"]))
+    follow(trainer, context)
+
+
+def fill(trainer: Trainer, dense: dict[str, torch.Tensor]) -> None:
+    """Give every rank its part of full tensors, and the optimizer its masters."""
+    table = MegatronTable(trainer.hf_config, current_shape())
+    chunks = [unwrap(chunk) for chunk in trainer.model_chunks]
+    with torch.no_grad():
+        for n in parameters(chunks):
+            flat = n.tensor.data.view(-1)
+            for placement in table.placements(n.name, n.tensor.shape, layer=n.layer):
+                for block in placement.layout.blocks:
+                    whole = dense[placement.tensor.name].reshape(-1)
+                    shape = block.shape
+                    taken = whole.as_strided(shape, block.dst_strides, block.dst_offset)
+                    flat.as_strided(shape, block.src_strides, flat.storage_offset() + block.src_offset).copy_(taken)
+    trainer.optimizer.reload_model_params()

@@ -35,4 +35,43 @@ def test_every_version_is_the_dense_gather(follower: Follower, shape: str) -> No
     follower.train(world, job, 3, nodes=min(2, world))
     assert len(follower.changed()) == 3
     assert all(follower.changed())
+    # A router's bias is a side tensor: what changed of it goes as a tile.
+    assert shape == "mla" or not any(follower.dense_tiles())
+
+
+@pytest.mark.parametrize("shape", ["mixed", "tp2", "float16", "fp32"])
+def test_training_computes_the_same_without_a_source(follower: Follower, shape: str) -> None:
+    world, job = SHAPES[shape]
+    follower.train(world, job, 3)
+    alone = follower.rig.run(world, job, "tests.megatron.scenarios:train_alone", steps=3)[0]
+    follower.same(follower.said[-1]["file"], alone)
+
+
+def test_a_step_that_overflows_changes_nothing(follower: Follower) -> None:
+    values = follower.train(2, Job(family="llama", fp16=True, overflow_steps=(2,)), 3)
+    assert values[0]["ok"] == [True, False, True]
+    assert [s["state"] for s in follower.said] == ["committed", "committed", "unchanged", "committed"]
+
+
+@pytest.mark.parametrize("optimizer", ["dist", "float16", "fp32"])
+def test_what_is_written_outside_the_formula_arrives(follower: Follower, optimizer: str) -> None:
+    follower.train(2, Job(family="llama", optimizer=optimizer), 3, scenario="written")
+    assert all(follower.dense_tiles())
+
+
+def test_stale_masters_are_refused_with_the_remedy(follower: Follower) -> None:
+    for said in follower.train(2, Job(family="qwen3", tp=2), 2, scenario="stale"):
+        assert len(said) == 2
+        assert all("reload_model_params" in words for words in said), said
+
+
+def test_a_resume_in_another_parallel_shape_goes_on_with_the_chain(follower: Follower) -> None:
+    follower.train(2, Job(family="qwen3_moe", ep=2), 2)
+    weights = follower.said[-1]["file"]
+    follower.train(4, Job(family="qwen3_moe", tp=2, ep=2, sp=True), 2, scenario="resumed", weights=weights)
+    chain = follower.control.versions().versions
+    assert [v.rewound for v in chain] == [False] * len(chain)
     assert not any(follower.dense_tiles())
+    # Other weights: the chain goes on too, but says so.
+    follower.train(1, Job(family="qwen3_moe", seed=9), 1)
+    assert [v.rewound for v in follower.control.versions().versions][-2:] == [True, False]

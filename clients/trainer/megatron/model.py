@@ -28,10 +28,12 @@ class Named:
 
 @dataclass(frozen=True)
 class BufferHome:
-    """A buffer of a module, which may be another tensor tomorrow."""
+    """A buffer of a module, which may be another tensor tomorrow, and of another dtype: Megatron-Core holds a router's
+    bias in 16 bits until the first forward pass. `dtype` is what is published."""
 
     module: torch.nn.Module
     key: str
+    dtype: torch.dtype
 
     @property
     def param(self) -> torch.Tensor:
@@ -40,7 +42,7 @@ class BufferHome:
     def memory(self) -> torch.Tensor:
         buffer = self.module._buffers[self.key]
         assert buffer is not None
-        return buffer
+        return buffer if buffer.dtype == self.dtype else buffer.to(self.dtype)
 
     def replace(self, memory: torch.Tensor) -> None:
         self.module._buffers[self.key] = memory
@@ -61,8 +63,8 @@ def parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[Named]:
             yield Named(name, param, _layer_of(name, numbers))
 
 
-def buffers(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[Named, BufferHome]]:
-    """Persistent buffers that are weights: what only counts or serialises something is left out."""
+def buffers(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[Named, torch.nn.Module, str]]:
+    """Persistent buffers that are weights, with their module and key there. What only counts is left out."""
     for chunk in chunks:
         numbers = _layer_numbers(chunk)
         for prefix, module in chunk.named_modules():
@@ -70,7 +72,7 @@ def buffers(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[Named, BufferHo
                 if key in module._non_persistent_buffers_set or key in _NOT_WEIGHTS:
                     continue
                 name = f"{prefix}.{key}" if prefix else key
-                yield Named(name, buffer, _layer_of(name, numbers)), BufferHome(module, key)
+                yield Named(name, buffer, _layer_of(name, numbers)), module, key
 
 
 def _layer_numbers(chunk: torch.nn.Module) -> dict[int, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from clients.trainer.group import gather_json
@@ -21,8 +22,16 @@ def content_key(placements: Sequence[Placement]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def agree_owners(held: Mapping[str, int], group: Any = None) -> dict[str, int]:
-    """Content key → the first rank of the holders that publish it. A collective call: every rank makes it.
+@dataclass(frozen=True)
+class Owners:
+    """`first`: content key → the first rank of the holders that publish it. `shared`: keys that others hold too."""
+
+    first: Mapping[str, int]
+    shared: frozenset[str]
+
+
+def agree_owners(held: Mapping[str, int], group: Any = None) -> Owners:
+    """Who publishes what, of all that any rank holds. A collective call: every rank makes it.
 
     `held`: content key → first rank of the holders this rank belongs to, for all it holds. Replicas (data parallel
     without a distributed optimizer, norms on tensor-parallel ranks, tied embeddings on two pipeline stages) are holders
@@ -31,10 +40,10 @@ def agree_owners(held: Mapping[str, int], group: Any = None) -> dict[str, int]:
     return lowest(gather_json(sorted(held.items()), group))
 
 
-def lowest(said: Iterable[Iterable[Sequence[Any]]]) -> dict[str, int]:
+def lowest(said: Iterable[Iterable[Sequence[Any]]]) -> Owners:
     """The lowest first rank of each key over what all ranks said."""
-    owners: dict[str, int] = {}
+    firsts: dict[str, set[int]] = {}
     for one in said:
         for key, first in one:
-            owners[str(key)] = min(int(first), owners.get(str(key), int(first)))
-    return owners
+            firsts.setdefault(str(key), set()).add(int(first))
+    return Owners({k: min(f) for k, f in firsts.items()}, frozenset(k for k, f in firsts.items() if len(f) > 1))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -17,7 +18,7 @@ from megatron.core import parallel_state
 
 from clients.protocol import Detector
 from clients.trainer.home import Home, PlainHome
-from clients.trainer.megatron.model import Named, buffers, parameters, unwrap
+from clients.trainer.megatron.model import BufferHome, Named, buffers, parameters, unwrap
 from clients.trainer.megatron.owners import agree_owners, content_key
 from clients.trainer.megatron.state import check_masters, holders_of, inner_optimizers, masters
 from clients.trainer.options import SourceOptions
@@ -27,6 +28,7 @@ from clients.trainer.source import Source
 from engine.errors import InvalidInput
 from engine.layout.placement import Placement
 from engine.models.megatron import MegatronShape, MegatronTable, check_transformer_config, restrict
+from transports.memory.shm import DTYPES
 
 
 class MegatronSource(Source):
@@ -64,33 +66,42 @@ class MegatronSource(Source):
         named = {id(n.tensor): n for n in parameters(self._chunks)}
         self._refuse_stale(named)
         placed = {key: table.placements(n.name, n.tensor.shape, layer=n.layer) for key, n in named.items()}
-        sides = [
-            (n, home, table.placements(n.name, n.tensor.shape, layer=n.layer)) for n, home in buffers(self._chunks)
-        ]
+        sides = []
+        for n, module, attribute in buffers(self._chunks):
+            placements = table.placements(n.name, n.tensor.shape, layer=n.layer)
+            sides.append((n, BufferHome(module, attribute, DTYPES[placements[0].tensor.dtype]), placements))
         together = holders_of(self._megatron)
         me = dist.get_rank() if dist.is_initialized() else 0
         held = {content_key(p): min(together.get(key, (me,))) for key, p in placed.items()}
         held |= {content_key(p): me for _, _, p in sides}
         owners = agree_owners(held, self._group)
+        # A rank that holds the same twice compares one of the two; which one all its fellow holders know.
+        compared = {content_key(p): number for number, p in reversed(placed.items())}
+
+        def add(shard: OwnedShard, placements: Sequence[Placement], n: Named, first: int) -> None:
+            key = content_key(placements)
+            cell = key if self._replica_digests and key in owners.shared else None
+            if owners.first[key] == first:
+                planner.add_shard(replace(shard, cell=cell))
+            elif cell is not None and compared.get(key, id(n.tensor)) == id(n.tensor):
+                planner.add_shard(replace(shard, cell=cell, holders=first))
+            else:
+                for placement in placements:
+                    planner.add_elsewhere(placement.tensor.name, shard.home.param)
 
         for m in masters(self._megatron):
-            n = named.get(id(m.param))
-            if n is None:
+            if id(m.param) not in named:
                 raise InvalidInput("the optimizer has a parameter that no model chunk has.", remedy="Pass all chunks.")
-            if owners[content_key(placed[id(m.param)])] != min(m.holders):
-                for placement in placed[id(m.param)]:
-                    planner.add_elsewhere(placement.tensor.name, m.master)
-            else:
-                planner.add_shard(
-                    _shard(n, placed[id(m.param)], PlainHome(m.master), m.start, m.stop, mirrored=m.aliased)
-                )
+            n = named[id(m.param)]
+            shard = _shard(n, placed[id(m.param)], PlainHome(m.master), m.start, m.stop, mirrored=m.aliased)
+            add(shard, placed[id(m.param)], n, min(m.holders))
         stepped = {id(m.param) for m in masters(self._megatron)} | set(together)
-        for key, n in named.items():
-            if key not in stepped and owners[content_key(placed[key])] == me:
-                planner.add_shard(_shard(n, placed[key], PlainHome(n.tensor), 0, n.tensor.numel()))
+        for number, n in named.items():
+            if number not in stepped:
+                add(_shard(n, placed[number], PlainHome(n.tensor), 0, n.tensor.numel()), placed[number], n, me)
         for n, home, placements in sides:
-            if owners[content_key(placements)] == me:
-                planner.add_shard(_shard(n, placements, home, 0, n.tensor.numel(), mirrored=True, detector="snapshot"))
+            shard = _shard(n, placements, home, 0, n.tensor.numel(), mirrored=True, detector="snapshot")
+            add(shard, placements, n, me)
 
     def _check(self) -> None:
         loads = self._registered().watch.loads
