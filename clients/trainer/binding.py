@@ -7,7 +7,7 @@ strides, optimizer state is created as torch would create it at the first step, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,14 +99,13 @@ class Binding:
         if self._arena is not None:
             self._arena.close()
 
-    def adopt(self) -> list[int]:
-        """Move in again whatever left its slot (`load_state_dict` and the like). Returns the shards' numbers.
+    def adopt(self) -> list[Shard]:
+        """Move in again whatever left its slot (`load_state_dict` and the like). Returns those shards.
 
         StateConflict when a parameter was replaced by another object, or changed its shape, dtype or device.
         """
         self._check_identity()
-        moved = {id(b.shard) for b in self._bound if self._adopt(b)}
-        return [i for i, (b, _) in enumerate(self._slices()) if id(b.shard) in moved]
+        return [b.shard for b in self._bound if self._adopt(b)]
 
     def refresh_mirrors(self) -> None:
         """Copy what is read as a copy: side tensors (buffers), which others write whenever they like, and all that is
@@ -144,15 +143,16 @@ class Binding:
             elif announced:
                 b.writes += 1
 
-    def specs(self, numbers: Sequence[int] | None = None) -> list[SliceSpec]:
-        """The slices as the daemon is told about them (all, or those numbered)."""
-        slices = self._slices()
-        return [self._spec(i, *slices[i]) for i in (range(len(slices)) if numbers is None else numbers)]
+    def specs(self, of: Collection[Shard] | None = None, *, replicas: bool = False) -> list[SliceSpec]:
+        """The slices (or the replicas) as the daemon is told about them: all, or those of some shards."""
+        slices = enumerate(self._slices(replicas=replicas))
+        return [self._spec(i, b, piece) for i, (b, piece) in slices if of is None or b.shard in of]
 
     def steps(self) -> list[int]:
         """Every slice's own step counter; of frozen slices how often they may have been written, 0 for others."""
         counters = whole_numbers([self._counter(b.shard) for b in self._bound])
-        slices = ((c, b, piece) for c, b in zip(counters, self._bound, strict=True) for piece in b.shard.pieces)
+        bound = ((c, b) for c, b in zip(counters, self._bound, strict=True) if not b.shard.replica)
+        slices = ((c, b, piece) for c, b in bound for piece in b.shard.pieces)
         return [c if piece.detector == "certified" else b.writes for c, b, piece in slices]
 
     def with_writes(self, steps: Sequence[int]) -> list[int]:
@@ -173,9 +173,9 @@ class Binding:
         moments = (local_of(self._state(b.shard)[key]) for b in self._bound for key in b.moments)
         return [*(b.shard.home.memory() for b in self._bound), *moments]
 
-    def _slices(self) -> list[tuple[_Bound, Piece]]:
-        """Every piece with the shard it lies in, in the order of the registration."""
-        return [(b, piece) for b in self._bound for piece in b.shard.pieces]
+    def _slices(self, *, replicas: bool = False) -> list[tuple[_Bound, Piece]]:
+        """Every piece (or replica) with the shard it lies in, in the order of the registration."""
+        return [(b, piece) for b in self._bound if b.shard.replica is replicas for piece in b.shard.pieces]
 
     # --- one shard ---------------------------------------------------------------------------------------------------
 
@@ -259,6 +259,8 @@ class Binding:
             exp_avg=first,
             exp_avg_sq=second,
             group=b.shard.group if certified else None,
+            cell=b.shard.cell,
+            holders=b.shard.holders,
         )
 
     def _shard_bytes(self, shard: Shard) -> int:

@@ -111,11 +111,11 @@ def check_runs(shard: OwnedShard) -> None:
 
 def check_duplicates(shards: Sequence[Shard]) -> None:
     """InvalidInput if two slices are the same, or disagree about a tensor."""
-    seen: dict[tuple[str, str], str] = {}
+    seen: dict[tuple[str, str, bool], str] = {}
     metas: dict[str, TensorMeta] = {}
     for s in shards:
         for p in s.pieces:
-            key = (p.meta.name, repr(p.blocks))
+            key = (p.meta.name, repr(p.blocks), s.replica)
             if key in seen:
                 raise InvalidInput(
                     f"{p.meta.name} is declared twice ({seen[key]} and {s.model_name or 'a slice'}).",

@@ -80,17 +80,22 @@ class FsdpSource(Source):
         assert sharded is not None
         me = rank_and_world(self._group)[0]
         taken = {key for keys in said[:me] for key in keys}
+        shared = taken | {key for keys in said[me + 1 :] for key in keys}
         for h in held:
-            if not h.region.numel or h.region.key(h.name) in taken:
+            key = h.region.key(h.name)
+            cell = key if key in shared and self._replica_digests else None
+            holders = me if key in taken else None
+            if not h.region.numel or (key in taken and cell is None):
                 planner.add_elsewhere(h.name, h.tensor)
             elif h.buffer:
-                planner.add_buffer(h.name, h.tensor)
+                planner.add_buffer(h.name, h.tensor, cell=cell, holders=holders)
             elif isinstance(h.tensor, DTensor):
-                planner.add_shard(sharded.owned(h.name, h.tensor, h.region))
+                planner.add_shard(sharded.owned(h.name, h.tensor, h.region, cell, holders))
             else:
-                planner.add_parameter(h.name, h.tensor)
+                planner.add_parameter(h.name, h.tensor, cell=cell, holders=holders)
         self._begin_state(planner)
-        log.info("run %s: rank %d publishes %d of %d tensors", self.run, me, len(planner.plan.shards), len(held))
+        mine = sum(not s.replica for s in planner.plan.shards)
+        log.info("run %s: rank %d publishes %d of %d tensors", self.run, me, mine, len(held))
 
     def _begin_state(self, planner: Planner) -> None:
         """Give every trained parameter its optimizer state, also those that other ranks publish.

@@ -115,5 +115,6 @@ class Live:
             tensors=self.plan.tensors,
             groups=[FormulaSpec(name=f) for f in self.plan.formulas],
             slices=self.binding.specs(),
+            replicas=self.binding.specs(replicas=True),
             mirrored=self.binding.mirrored_slices,
         )

@@ -24,7 +24,8 @@ class SourceOptions(TypedDict, total=False):
     FP32 parameters). `rank`, `world`, `launch`, `agree` default to what torch.distributed's `group` says, and to a
     single rank. `on_daemon_down`: whether training goes on without its daemon or waits for it. `memory`: how tensors on
     a CUDA device are read: `ipc` where they are, `mirror` as copies in host memory (any tensor), or `auto`: the first,
-    and the second where the daemon cannot map the device's memory.
+    and the second where the daemon cannot map the device's memory. `replica_digests`: whether ranks that hold
+    the same weights compare them at every version (Megatron-Core and FSDP2; the same on all ranks).
     """
 
     daemon: str
@@ -41,4 +42,5 @@ class SourceOptions(TypedDict, total=False):
     hold_timeout_s: float
     register_timeout_s: float
     memory: MemoryMode
+    replica_digests: bool
     transport: httpx.BaseTransport | None

@@ -30,7 +30,6 @@ from clients.trainer.home import PlainHome
 from clients.trainer.names import meta_of, plain_name, stored_dtype
 from clients.trainer.shards import Detectors, GroupKey, Names, OwnedShard, OwnedSlice, Piece, Plan, Shard
 from engine.errors import InvalidInput, UnsupportedOptimizer
-from engine.records.models import BlockJson
 
 log = logging.getLogger(__name__)
 
@@ -91,8 +90,17 @@ class Planner:
         for name, buffer in persistent_buffers(model):
             self.add_buffer(name, buffer)
 
-    def add_parameter(self, name: str, param: torch.Tensor, master: torch.Tensor | None = None) -> None:
-        """Declare a whole parameter of the model, or the master that the optimizer updates in its place."""
+    def add_parameter(
+        self,
+        name: str,
+        param: torch.Tensor,
+        master: torch.Tensor | None = None,
+        *,
+        cell: str | None = None,
+        holders: int | None = None,
+    ) -> None:
+        """Declare a whole parameter of the model, or the master that the optimizer updates in its place. `cell` and
+        `holders` as in OwnedShard."""
         canonical = self.canonical(name)
         if canonical is None:
             return
@@ -101,10 +109,19 @@ class Planner:
         if master is not None:
             check_local(f"master of {name}", master)
             check_master(name, param, master)
-        self._add(canonical, tuple(param.shape), dtype, param if master is None else master, name, None, None)
+        theta = param if master is None else master
+        key = self._owner.get(id(theta))
+        kind = self._choose(canonical, dtype, theta, theta.dtype, key, None) if holders is None else "dense"
+        meta = meta_of(canonical, tuple(param.shape), dtype)
+        piece = Piece(meta, 0, theta.numel(), dense_blocks(canonical, theta), kind)
+        shard = Shard(canonical, PlainHome(theta), (piece,), model_name=name, cell=cell, holders=holders)
+        self._append(self._keyed(shard, key))
 
-    def add_buffer(self, name: str, buffer: torch.Tensor) -> None:
-        """Declare a buffer of the model, as a side tensor: it is looked up by this name at every sync."""
+    def add_buffer(
+        self, name: str, buffer: torch.Tensor, *, cell: str | None = None, holders: int | None = None
+    ) -> None:
+        """Declare a buffer of the model, as a side tensor: it is looked up by this name at every sync. `cell` and
+        `holders` as in OwnedShard."""
         canonical = self.canonical(name)
         if canonical is None:
             log.info("buffer %s is not published (renamed to None)", name)
@@ -117,9 +134,10 @@ class Planner:
                 remedy="Leave it out with names={…: None}, or register it with persistent=False.",
             )
         meta = meta_of(canonical, tuple(buffer.shape), self._dtypes.get(canonical, own))
-        kind: Detector = self._asked.get(canonical, "snapshot")
+        kind: Detector = self._asked.get(canonical, "snapshot") if holders is None else "dense"
         piece = Piece(meta, 0, buffer.numel(), dense_blocks(name, buffer), kind)
-        self._append(Shard(canonical, PlainHome(buffer), (piece,), mirrored=True, model_name=name))
+        home = PlainHome(buffer)
+        self._append(Shard(canonical, home, (piece,), mirrored=True, model_name=name, cell=cell, holders=holders))
 
     def add_alias(self, name: str, owner: str) -> None:
         """Note that the model's `name` is tied to the canonical tensor `owner`."""
@@ -143,12 +161,21 @@ class Planner:
             raise InvalidInput(f"the slice of {part.name} is not contiguous.", remedy="Pass contiguous local memory.")
         blocks = slice_blocks(part)
         dtype = part.dtype or self._dtypes.get(canonical) or stored_dtype(canonical, part.tensor)
-        if part.side:
-            kind: Detector = part.detector or "snapshot"
-            piece = Piece(meta_of(canonical, part.shape, dtype), 0, part.tensor.numel(), blocks, kind)
-            self._append(Shard(canonical, PlainHome(part.tensor), (piece,), mirrored=True))
-            return
-        self._add(canonical, part.shape, dtype, part.tensor, None, blocks, part.detector)
+        key, kind = self._owner.get(id(part.tensor)), part.detector or "snapshot"
+        if part.holders is not None:
+            kind = "dense"
+        elif not part.side:
+            kind = self._choose(canonical, dtype, part.tensor, part.tensor.dtype, key, part.detector)
+        piece = Piece(meta_of(canonical, part.shape, dtype), 0, part.tensor.numel(), blocks, kind)
+        shard = Shard(
+            canonical,
+            PlainHome(part.tensor),
+            (piece,),
+            mirrored=part.side,
+            cell=part.cell,
+            holders=part.holders,
+        )
+        self._append(shard if part.side else self._keyed(shard, key))
 
     def add_shard(self, owned: OwnedShard) -> None:
         """Declare memory that holds pieces of one or several canonical tensors."""
@@ -164,12 +191,21 @@ class Planner:
             if canonical is None or not run.numel:
                 continue
             dtype = run.dtype or self._dtypes.get(canonical) or stored_dtype(canonical, memory)
-            kind = self._choose(canonical, dtype, param, memory.dtype, key, run.detector)
+            replica = owned.holders is not None
+            kind = "dense" if replica else self._choose(canonical, dtype, param, memory.dtype, key, run.detector)
             pieces.append(
                 Piece(meta_of(canonical, run.shape, dtype), run.start, run.numel, run_blocks(owned, run), kind)
             )
         if pieces:
-            self._append(self._keyed(Shard(owned.label, owned.home, tuple(pieces), mirrored=owned.mirrored), key))
+            shard = Shard(
+                owned.label,
+                owned.home,
+                tuple(pieces),
+                mirrored=owned.mirrored,
+                cell=owned.cell,
+                holders=owned.holders,
+            )
+            self._append(self._keyed(shard, key))
 
     def canonical(self, name: str) -> str | None:
         """The name to publish under; None for what is left out."""
@@ -180,7 +216,7 @@ class Planner:
 
     def finish(self) -> Plan:
         """The plan, after checks that concern all shards together."""
-        declared_names = {p.meta.name for p in self.plan.pieces} | set(self.plan.aliases)
+        declared_names = {t.name for t in self.plan.tensors} | set(self.plan.aliases)
         declared_names |= set(self._elsewhere.values())
         for what, given in (("detector", self._asked), ("dtypes", self._dtypes)):
             unknown = sorted(given.keys() - declared_names)
@@ -201,22 +237,6 @@ class Planner:
         for alias, owner in self.plan.aliases.items():
             log.info("%s is tied to %s; only the latter is published", alias, owner)
         return self.plan
-
-    def _add(
-        self,
-        canonical: str,
-        shape: tuple[int, ...],
-        dtype: str,
-        theta: torch.Tensor,
-        model_name: str | None,
-        blocks: list[BlockJson] | None,
-        asked: Detector | None,
-    ) -> None:
-        key = self._owner.get(id(theta))
-        kind = self._choose(canonical, dtype, theta, theta.dtype, key, asked)
-        blocks = blocks or dense_blocks(canonical, theta)
-        piece = Piece(meta_of(canonical, shape, dtype), 0, theta.numel(), blocks, kind)
-        self._append(self._keyed(Shard(canonical, PlainHome(theta), (piece,), model_name=model_name), key))
 
     def _keyed(self, shard: Shard, key: GroupKey | None) -> Shard:
         """The shard with its optimizer, and its group if the optimizer's state is read."""

@@ -149,11 +149,14 @@ class Sharded:
                             )
                         self._kept[id(kept.sharded_param)] = kept
 
-    def owned(self, name: str, param: DTensor, region: Region) -> OwnedShard:
+    def owned(
+        self, name: str, param: DTensor, region: Region, cell: str | None = None, holders: int | None = None
+    ) -> OwnedShard:
         """This rank's memory of `param` as a declaration: the region it holds, and padding."""
         kept = self._kept.get(id(param))
         home: Home = LocalHome(param) if kept is None else FsdpHome(param, kept)
-        return OwnedShard(name, home, (OwnedRun(name, region.whole, 0, region.numel, region.layout()),))
+        run = OwnedRun(name, region.whole, 0, region.numel, region.layout())
+        return OwnedShard(name, home, (run,), cell=cell, holders=holders)
 
 
 def _records(module: FSDPModule) -> list[Any]:

@@ -25,7 +25,8 @@ class OwnedSlice:
 
     `tensor` is the contiguous local memory (an optimizer's parameter for detector `certified`). It is the flat range of
     the canonical tensor that starts at `offset`, unless `layout` says where its elements lie. `side` tensors are not
-    touched by an optimizer: they are copied at every sync instead of moved into shared memory.
+    touched by an optimizer: they are copied at every sync instead of moved into shared memory. `cell` and `holders` as
+    in OwnedShard.
     """
 
     name: str
@@ -36,6 +37,8 @@ class OwnedSlice:
     dtype: str | None = None
     detector: Detector | None = None
     side: bool = False
+    cell: str | None = None
+    holders: int | None = None
 
 
 @dataclass(frozen=True)
@@ -57,12 +60,17 @@ class OwnedShard:
 
     `label` is the trainer's own name for it, for messages. `mirrored`: its memory cannot be moved into shared memory
     (it is part of a buffer that training keeps); it is copied there at every sync.
+
+    `cell`: hex digits that all ranks give to the same content. With `holders` this is a replica: another rank publishes
+    the cell, the ranks from `holders` on hold it too, together and whole, and their bits are compared at each version.
     """
 
     label: str
     home: Home
     runs: tuple[OwnedRun, ...]
     mirrored: bool = False
+    cell: str | None = None
+    holders: int | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,8 @@ class Piece:
 
 @dataclass(eq=False)
 class Shard:
-    """One memory: `group` counts (optimizer, group) pairs of the plan, for shards with a certified piece."""
+    """One memory: `group` counts (optimizer, group) pairs of the plan, for shards with a certified piece. `cell` and
+    `holders` as in OwnedShard."""
 
     label: str
     home: Home
@@ -87,6 +96,13 @@ class Shard:
     group: int | None = None
     mirrored: bool = False
     model_name: str | None = None
+    cell: str | None = None
+    holders: int | None = None
+
+    @property
+    def replica(self) -> bool:
+        """Whether another rank publishes what lies here."""
+        return self.holders is not None
 
     @property
     def frozen(self) -> bool:
@@ -118,10 +134,10 @@ class Plan:
 
     @property
     def pieces(self) -> list[Piece]:
-        """Every piece, in the order of the registration's slices."""
-        return [p for s in self.shards for p in s.pieces]
+        """Every piece that is published, in the order of the registration's slices."""
+        return [p for s in self.shards for p in s.pieces if not s.replica]
 
     @property
     def tensors(self) -> list[TensorMeta]:
         """Every canonical tensor once."""
-        return list({p.meta.name: p.meta for p in self.pieces}.values())
+        return list({p.meta.name: p.meta for s in self.shards for p in s.pieces}.values())

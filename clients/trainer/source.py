@@ -64,6 +64,7 @@ class Source(abc.ABC):
         hold_timeout_s: float = 30.0,
         register_timeout_s: float = 600.0,
         memory: MemoryMode = "auto",
+        replica_digests: bool = True,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         """`optimizers`: those whose state is read, and whose steps are watched. `models`: whose loading is watched.
@@ -87,6 +88,7 @@ class Source(abc.ABC):
         self._hold_timeout_s = hold_timeout_s
         self._register_timeout_s = register_timeout_s
         self._memory: MemoryMode = memory
+        self._replica_digests = replica_digests
         self._daemon = Daemon(daemon, token, transport)
         self._live: Live | None = None
         self._missed: SyncRequest | None = None
@@ -248,6 +250,7 @@ class Source(abc.ABC):
                 hypers=live.watch.hypers(),
                 steps=live.watch.steps,
                 handles=live.watch.moved(),
+                replica_handles=live.watch.moved(replicas=True),
             ),
         )
 

@@ -17,7 +17,7 @@ from clients.protocol import HyperSpec, SliceSpec
 from clients.trainer.binding import Binding
 from clients.trainer.formulas import formula_name, hyper_of
 from clients.trainer.gate import Gate
-from clients.trainer.shards import Plan
+from clients.trainer.shards import Plan, Shard
 from engine.errors import InvalidInput
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class Watch:
         self._gate = gate
         self._handles: list[Any] = []
         self._hypers = [self._capture(g) for g in range(len(plan.groups))]
-        self._moved: set[int] = set()
+        self._moved: set[Shard] = set()
         self._late = any(self._on_device(o) for o in optimizers)
         self._stepped_since = False
         self.steps = binding.steps()
@@ -123,9 +123,9 @@ class Watch:
             usable.append(h)
         return usable
 
-    def moved(self) -> list[SliceSpec]:
-        """Slices that were moved into shared memory again since `told`."""
-        return self._binding.specs(sorted(self._moved))
+    def moved(self, *, replicas: bool = False) -> list[SliceSpec]:
+        """Slices (or replicas) that were moved into shared memory again since `told`."""
+        return self._binding.specs(self._moved, replicas=replicas)
 
     def told(self) -> None:
         """The daemon knows about what moved."""
@@ -165,7 +165,7 @@ class Watch:
     def _adopt(self) -> None:
         moved = self._binding.adopt()
         self._moved.update(moved)
-        self.moved_total += len(moved)
+        self.moved_total += sum(len(shard.pieces) for shard in moved)
         if moved:
             log.info("%d tensors were moved into shared memory again", len(moved))
 
