@@ -87,9 +87,7 @@ def ship(trainer: Trainer, context: Context, source: MegatronSource, number: int
 def follow(trainer: Trainer, context: Context) -> dict[str, Any]:
     """Argument `steps`: so many training steps, each synced. Returns what this rank declared."""
     with source_of(trainer, context) as source:
-        file = dump(trainer, context, 0)
-        decided(context, trainer)
-        tell(trainer, context, 0, "committed", 0, file)
+        begun(trainer, context, source)
         steps = []
         for number in range(1, context.args["steps"] + 1):
             result = trainer.step()
@@ -115,8 +113,8 @@ def written(trainer: Trainer, context: Context) -> None:
             trainer.step()
             with source.mutating() if number != 2 else contextlib.nullcontext():
                 for m in masters(trainer.optimizer):
-                    m.master.mul_(0.9)
-                    m.param.data.view(-1)[m.start : m.stop].copy_(m.master)
+                    m.master.data.mul_(0.9)
+                    m.param.data.view(-1)[m.start : m.stop].copy_(m.master.data.reshape(-1))
                 if number == 3:
                     trainer.optimizer.offload_to_cpu()
                     trainer.optimizer.restore_from_cpu()
