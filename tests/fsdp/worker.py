@@ -138,7 +138,7 @@ class Trainer:
 def _register(t: Trainer, *, run: str, daemon: str, **options: Any) -> dict[str, Any]:
     t.source = FsdpSource(t.model, t.optimizer, run=run, daemon=daemon, register_timeout_s=PATIENCE_S, **options)
     epoch = t.source.register(t.step)
-    slices = t.source._registered().plan.pieces
+    slices = [p for s in t.source._registered().plan.shards if not s.replica for p in s.pieces]
     return {
         "epoch": epoch,
         "detectors": {p.meta.name: p.detector for p in slices},
