@@ -98,7 +98,7 @@ def run_steps(
     first_step: int = 1,
 ) -> Iterator[Step]:
     """Steps of the real optimizer where it runs here, else of the formula's own emulation of it."""
-    if isinstance(formula, HasRealOptimizer):
+    if isinstance(formula, HasRealOptimizer) and formula.device_type == "cpu":
         yield from _real_steps(formula, hyper, theta, grads, first_step)
         return
     m, v = torch.zeros_like(theta), torch.zeros_like(theta)

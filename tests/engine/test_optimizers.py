@@ -105,11 +105,15 @@ def test_the_self_test_notices_a_wrong_mirror(wrong: str) -> None:
 
     class Mixed:
         name = "mixed"
+        device_type = "cpu"
+        takes_tensor_lr = False
         forward = staticmethod(registry.get(wrong).forward)
         invert = staticmethod(registry.get(wrong).invert)
         real_optimizer = staticmethod(registry.get("torch-adamw/cpu/fused").real_optimizer)  # type: ignore[attr-defined]
 
-    assert not selftest.passes(Mixed()).ok
+    result = selftest.passes(Mixed())
+    assert not result.ok
+    assert "bit-exact" in result.detail
 
 
 class AsCompiledElsewhere:
