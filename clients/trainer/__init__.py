@@ -20,14 +20,19 @@ from clients.trainer.torch import TorchSource
 
 if TYPE_CHECKING:
     from clients.trainer.fsdp import FsdpSource
+    from clients.trainer.megatron import MegatronSource
 
-__all__ = ["FsdpSource", "OwnedSlice", "SourceStats", "SyncHandle", "TorchSource"]
+__all__ = ["FsdpSource", "MegatronSource", "OwnedSlice", "SourceStats", "SyncHandle", "TorchSource"]
 
 
 def __getattr__(name: str) -> Any:
-    """FsdpSource comes with torch.distributed's tensors, which a plain trainer has no use for."""
+    """What a plain trainer has no use for is imported when asked for."""
     if name == "FsdpSource":
         from clients.trainer.fsdp import FsdpSource
 
         return FsdpSource
+    if name == "MegatronSource":
+        from clients.trainer.megatron import MegatronSource
+
+        return MegatronSource
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

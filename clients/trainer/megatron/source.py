@@ -14,7 +14,6 @@ from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from clients.protocol import Detector
 from clients.trainer.home import Home, PlainHome
@@ -115,6 +114,8 @@ class MegatronSource(Source):
 
 def current_shape() -> MegatronShape:
     """This rank's coordinates in Megatron's `parallel_state`."""
+    from megatron.core import parallel_state
+
     ps: Any = parallel_state
     return MegatronShape(
         tp_rank=ps.get_tensor_model_parallel_rank(),

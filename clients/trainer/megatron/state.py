@@ -8,16 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import (
-    ChainedOptimizer,
-    Float16OptimizerWithFloat16Params,
-    FP32Optimizer,
-)
 
 from engine.errors import InvalidInput, UnsupportedOptimizer
 
@@ -40,9 +34,26 @@ class Master:
     holders: tuple[int, ...]
 
 
+class _Kinds(NamedTuple):
+    """Megatron-Core's optimizer classes."""
+
+    chained: type
+    distributed: type
+    float16: type
+    fp32: type
+
+
+def _kinds() -> _Kinds:
+    """Imported when first needed: importing Megatron-Core takes seconds, and only its own trainers have it."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
+
+    return _Kinds(ChainedOptimizer, DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
+
+
 def leaves(optimizer: Any) -> list[Any]:
     """The optimizers that a Megatron-Core optimizer chains, those without parameters on this rank left out."""
-    if isinstance(optimizer, ChainedOptimizer):
+    if issubclass(type(optimizer), _kinds().chained):
         return [leaf for inner in optimizer.chained_optimizers for leaf in leaves(inner)]
     if getattr(optimizer, "is_stub_optimizer", False) or getattr(optimizer, "optimizer", None) is None:
         return []
@@ -60,10 +71,11 @@ def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 def masters(optimizer: Any) -> Iterator[Master]:
     """Every range this rank's optimizers own."""
+    kinds = _kinds()
     for leaf in leaves(optimizer):
-        if isinstance(leaf, DistributedOptimizer):
+        if issubclass(type(leaf), kinds.distributed):
             yield from _distributed(leaf)
-        elif isinstance(leaf, Float16OptimizerWithFloat16Params):
+        elif issubclass(type(leaf), kinds.float16):
             yield from _float16(leaf)
         else:
             yield from _fp32(leaf)
@@ -73,7 +85,7 @@ def holders_of(optimizer: Any) -> dict[int, tuple[int, ...]]:
     """id of a model parameter → the ranks that own its ranges together, also where this rank owns none of it."""
     found: dict[int, tuple[int, ...]] = {}
     for leaf in leaves(optimizer):
-        if isinstance(leaf, DistributedOptimizer):
+        if issubclass(type(leaf), _kinds().distributed):
             ranks = _ranks(leaf.data_parallel_group)
             for buffer in leaf.buffers:
                 for param in buffer.param_index_map:
@@ -118,7 +130,7 @@ def _fp32(leaf: Any) -> Iterator[Master]:
 
 def _check_supported(leaf: Any) -> None:
     kind = type(leaf).__name__
-    if not isinstance(leaf, DistributedOptimizer | Float16OptimizerWithFloat16Params | FP32Optimizer):
+    if not issubclass(type(leaf), _kinds()[1:]):
         raise UnsupportedOptimizer(f"{kind} of Megatron-Core is not known here.", remedy=_INSTEAD)
     inner = type(leaf.optimizer).__name__
     if inner == "HybridDeviceOptimizer":
