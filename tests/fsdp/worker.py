@@ -196,6 +196,18 @@ def _write_frozen(t: Trainer) -> dict[str, Any]:
     return {}
 
 
+def _astray(t: Trainer, *, name: str, rank: int | None) -> dict[str, Any]:
+    """One bit of what `rank` holds of a parameter flips; None: all ranks have what rank 0 has."""
+    assert t.source is not None
+    memory = _local(dict(t.model.named_parameters())[name]).detach()
+    with torch.no_grad(), t.source.mutating():
+        if rank is None:
+            dist.broadcast(memory, 0)
+        elif rank == t.rank:
+            memory.view(-1).view(torch.int32)[0] ^= 1 << 20
+    return {"replicas": sorted({s.name for s in t.source._registered().plan.shards if s.replica})}
+
+
 def _spoil(t: Trainer) -> dict[str, Any]:
     """Make FSDP's record of a parameter look like that of another torch."""
     (group,) = t.model.extras.low._get_fsdp_state()._fsdp_param_groups  # type: ignore[union-attr, operator]
@@ -250,6 +262,7 @@ _OPS: dict[str, Callable[..., dict[str, Any]]] = {
     "keep": _keep,
     "back": _back,
     "write_frozen": _write_frozen,
+    "astray": _astray,
     "spoil": _spoil,
     "stats": _stats,
     "shared": _shared,
