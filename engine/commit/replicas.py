@@ -59,7 +59,7 @@ def check_reported(part: PartRecord, declared: frozenset[ReplicaKey]) -> None:
 def find_diverged(cells: Sequence[Mapping[int, str]], parts: Sequence[PartRecord]) -> list[Diverged]:
     """Replicas whose bits are not the published ones, sorted, at most MAX_DIVERGED.
 
-    `parts`: those of all writers, in order, checked with `check_reported`; `cells`: by writer, slice number → cell.
+    `parts`: those of all writers, checked with `check_reported`; `cells`: by writer, slice number → cell.
     """
     held: dict[tuple[str, str], dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for part in parts:
@@ -67,9 +67,9 @@ def find_diverged(cells: Sequence[Mapping[int, str]], parts: Sequence[PartRecord
             held[r.cell, r.tensor][r.holders] += int(r.digest, 16)
     published: dict[tuple[str, str], int] = defaultdict(int)
     first: dict[tuple[str, str], int] = {}
-    for part, mine in zip(parts, cells, strict=True):
+    for part in parts:
         for s in part.slices:
-            key = (mine.get(s.slice, ""), s.tensor)
+            key = (cells[part.writer].get(s.slice, ""), s.tensor)
             if key in held:
                 published[key] += int(s.digest, 16)
                 first.setdefault(key, part.writer)

@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import AutoTokenizer
 
 from clients.control import ControlClient
+from clients.protocol import JobState
 from clients.trainer import MegatronSource
 
 LENGTH = 32
@@ -97,9 +98,10 @@ def rollouts(url: str, tokenizer: Any, seed: int) -> list[tuple[list[int], int, 
     found = []
     for answer in answers:
         text = tokenizer.decode(answer["output_ids"])
-        digits = sum(x == y for x, y in zip(text.strip(), str(a + b), strict=False))
+        right = sum(x == y for x, y in zip(text.strip(), str(a + b), strict=False)) / 3
+        readable = sum(c.isascii() and c.isprintable() for c in text) / max(1, len(text))
         tokens = (prompt + answer["output_ids"])[:LENGTH]
-        found.append((tokens, len(prompt), digits / 3, answer["meta_info"]["weight_version"]))
+        found.append((tokens, len(prompt), right + 0.1 * readable, answer["meta_info"]["weight_version"]))
     return found
 
 
@@ -182,7 +184,8 @@ def main() -> None:
         optimizer.step()
         # dte: publish; the next step waits only while the state is read
         job = source.sync(step).wait()
-        wanted = job.version or wanted
+        if job.state is JobState.COMMITTED and job.version is not None:
+            wanted = job.version  # a step that changed no published bit makes no version
         if dist.get_rank() == 0:
             reward, version = sum(s[2] for s in samples) / len(samples), samples[0][3]
             print(
