@@ -60,7 +60,19 @@ def parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[Named]:
     for chunk in chunks:
         numbers = _layer_numbers(chunk)
         for name, param in chunk.named_parameters():
+            refuse_interleaved(name)
             yield Named(name, param, _layer_of(name, numbers))
+
+
+def refuse_interleaved(name: str) -> None:
+    """InvalidInput for the legacy form of grouped experts, hidden-major with all experts of a rank side by side: each
+    of its elements' runs is so short that a slice for each would be too many."""
+    if name.endswith((".experts.weight1", ".experts.weight2")):
+        raise InvalidInput(
+            f"{name}: experts in the legacy grouped form are not supported.",
+            remedy="Train with moe_use_legacy_grouped_gemm=False (grouped experts of Transformer Engine), or with "
+            "moe_grouped_gemm=False.",
+        )
 
 
 def buffers(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[Named, torch.nn.Module, str]]:
