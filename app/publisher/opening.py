@@ -17,7 +17,7 @@ from app.roles.base import Node
 from app.worker.protocol import InitialDone
 from clients.protocol import RankRegistration
 from engine.errors import StateConflict
-from engine.records import MAX_RECORD_BYTES, LaunchRecord, keys, parse_record
+from engine.records import MAX_RECORD_BYTES, LaunchRecord, ReplicaDecl, SliceDecl, keys, parse_record
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,20 @@ class Opening:
     moved: bool
 
 
+def launch_record(r: RankRegistration, slices: list[SliceDecl], replicas: list[ReplicaDecl]) -> LaunchRecord:
+    """What a registration says for good."""
+    return LaunchRecord(
+        run=r.run,
+        launch=r.launch,
+        rank=r.rank,
+        world=r.world,
+        step=r.step,
+        tensors=r.tensors,
+        slices=slices,
+        replicas=replicas,
+    )
+
+
 async def open_epoch(
     node: Node,
     chain: Chain,
@@ -53,16 +67,7 @@ async def open_epoch(
     """Announce the rank and wait until the epoch is open. LayoutError, StateConflict: it never will be. `check_ended`
     raises when nobody waits for it any more."""
     r = registration
-    record = LaunchRecord(
-        run=r.run,
-        launch=r.launch,
-        rank=r.rank,
-        world=r.world,
-        step=r.step,
-        tensors=r.tensors,
-        slices=initial.slices,
-        replicas=initial.replicas,
-    )
+    record = launch_record(r, initial.slices, initial.replicas)
     standing = await until_stored(node.degraded, "launch record", lambda: committer.announce(record))
     while True:
         opened = await until_stored(node.degraded, "epoch", lambda: committer.try_open(r.launch))

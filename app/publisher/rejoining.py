@@ -9,12 +9,12 @@ import asyncio
 from collections.abc import Callable
 
 from app.committer import Committer
+from app.publisher.opening import launch_record
 from app.publisher.retry import until_stored
 from app.roles.base import Node
 from app.worker.replicas import check_replicas, declarations
 from app.worker.source import check_registration, declaration
 from clients.protocol import RankRegistration
-from engine.records import LaunchRecord
 
 _NOT_READ = "0" * 16
 
@@ -30,16 +30,7 @@ async def epoch_joined_before(
     r = registration
     shapes = await asyncio.to_thread(check_registration, r)
     replicas = await asyncio.to_thread(lambda: declarations(check_replicas(r)))
-    record = LaunchRecord(
-        run=r.run,
-        launch=r.launch,
-        rank=r.rank,
-        world=r.world,
-        step=r.step,
-        tensors=r.tensors,
-        slices=[declaration(s, _NOT_READ) for s in shapes],
-        replicas=replicas,
-    )
+    record = launch_record(r, [declaration(s, _NOT_READ) for s in shapes], replicas)
     if not await until_stored(node.degraded, "launch record", lambda: committer.announced(record)):
         return None
     while True:

@@ -48,13 +48,11 @@ def sync_dir(path: Path) -> None:
 def make_dir(path: Path) -> None:
     """Make the directory and its parents. Ranks of one launch come and go at once: a parent that another rank removed
     as empty in between (`RankSpool.remove`) is made again; once `path` stands, its parents stay."""
-    for last in [False] * (MAKE_ATTEMPTS - 1) + [True]:
-        try:
+    for _ in range(MAKE_ATTEMPTS - 1):
+        with contextlib.suppress(FileNotFoundError, FileExistsError):
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
             return
-        except (FileNotFoundError, FileExistsError):
-            if last:
-                raise
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
 
 
 def write_atomic(path: Path, data: bytes) -> None:

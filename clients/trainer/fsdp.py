@@ -15,12 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from clients.trainer.checks import persistent_buffers
 from clients.trainer.formulas import begin_state
-from clients.trainer.group import gather_json, rank_and_world
+from clients.trainer.group import exchange, rank_and_world
 from clients.trainer.options import SourceOptions
 from clients.trainer.plan import Planner
 from clients.trainer.sharded import Region, Sharded, region_of
 from clients.trainer.source import Source
-from engine.errors import DteError, InvalidInput
 
 log = logging.getLogger(__name__)
 
@@ -60,24 +59,11 @@ class FsdpSource(Source):
         super().__init__(optimizers, models, run=run, **options)
 
     def _declare(self, planner: Planner) -> None:
-        held: list[_Held] = []
-        sharded = problem = None
-        try:
-            sharded = Sharded(self._models)
-            for model in self._models:
-                held += _held(model, planner)
-        except DteError as e:
-            problem = e
-        # Every rank makes this call, whatever happened to it: the others are waiting in it.
-        said = gather_json(None if problem else [h.region.key(h.name) for h in held if h.region.numel], self._group)
-        if problem is not None:
-            raise problem
-        failed = [rank for rank, keys in enumerate(said) if keys is None]
-        if failed:
-            raise InvalidInput(
-                f"rank {failed[0]} cannot declare its parameters, so no rank can.", remedy="Its own error says why."
-            )
-        assert sharded is not None
+        (sharded, held), said = exchange(
+            lambda: (Sharded(self._models), [h for model in self._models for h in _held(model, planner)]),
+            lambda found: [h.region.key(h.name) for h in found[1] if h.region.numel],
+            self._group,
+        )
         me = rank_and_world(self._group)[0]
         taken = {key for keys in said[:me] for key in keys}
         shared = taken | {key for keys in said[me + 1 :] for key in keys}

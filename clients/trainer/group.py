@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from engine.errors import DteError, InvalidInput
+
+T = TypeVar("T")
 Agree = Callable[[int], int]
 
 
@@ -62,6 +65,29 @@ def gather_json(value: Any, group: Any = None) -> list[Any]:
     parts = [torch.empty(max(counts), dtype=torch.uint8, device=device) for _ in range(world)]
     dist.all_gather(parts, mine.to(device), group=group)
     return [json.loads(p[:n].cpu().numpy().tobytes()) for p, n in zip(parts, counts, strict=True)]
+
+
+def exchange(make: Callable[[], T], to_json: Callable[[T], Any], group: Any = None) -> tuple[T, list[Any]]:
+    """What `make` returns, and every rank's JSON value of its own. A collective call.
+
+    A rank whose `make` raises a DteError takes part all the same, as the others wait for it: it raises its error behind
+    the exchange, and they raise InvalidInput.
+    """
+    made: list[T] = []
+    problem: DteError | None = None
+    try:
+        made.append(make())
+    except DteError as e:
+        problem = e
+    said = gather_json([to_json(m) for m in made], group)
+    if problem is not None:
+        raise problem
+    failed = [rank for rank, values in enumerate(said) if not values]
+    if failed:
+        raise InvalidInput(
+            f"rank {failed[0]} cannot declare its parameters, so no rank can.", remedy="Its own error says why."
+        )
+    return made[0], [values[0] for values in said]
 
 
 def _device(group: Any) -> torch.device:

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from clients.trainer.group import gather_json
 from engine.layout.placement import Placement
 
 
@@ -30,18 +29,13 @@ class Owners:
     shared: frozenset[str]
 
 
-def agree_owners(held: Mapping[str, int], group: Any = None) -> Owners:
-    """Who publishes what, of all that any rank holds. A collective call: every rank makes it.
-
-    `held`: content key → first rank of the holders this rank belongs to, for all it holds. Replicas (data parallel
-    without a distributed optimizer, norms on tensor-parallel ranks, tied embeddings on two pipeline stages) are holders
-    of the same key; the one with the lowest rank publishes.
-    """
-    return lowest(gather_json(sorted(held.items()), group))
-
-
 def lowest(said: Iterable[Iterable[Sequence[Any]]]) -> Owners:
-    """The lowest first rank of each key over what all ranks said."""
+    """Who publishes what, of all that any rank holds: the lowest first rank of each key over what all ranks said.
+
+    Each says (content key, first rank of the holders it belongs to) for all it holds. Replicas (data parallel without a
+    distributed optimizer, norms on tensor-parallel ranks, tied embeddings on two pipeline stages) are holders of the
+    same key.
+    """
     firsts: dict[str, set[int]] = {}
     for one in said:
         for key, first in one:

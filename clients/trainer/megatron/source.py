@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from clients.protocol import Detector
+from clients.trainer.group import exchange
 from clients.trainer.home import Home, PlainHome
 from clients.trainer.megatron.model import BufferHome, Named, buffers, parameters, unwrap
-from clients.trainer.megatron.owners import agree_owners, content_key
+from clients.trainer.megatron.owners import content_key, lowest
 from clients.trainer.megatron.state import check_masters, holders_of, inner_optimizers, masters
 from clients.trainer.options import SourceOptions
 from clients.trainer.plan import Planner
@@ -28,6 +29,19 @@ from engine.errors import InvalidInput
 from engine.layout.placement import Placement
 from engine.models.megatron import MegatronShape, MegatronTable, check_transformer_config, restrict
 from transports.memory.shm import DTYPES
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """What a rank holds. By id of the parameter: `named`, `placed` and the ranks that own its ranges `together`;
+    `held`: content key → first rank of the holders this rank belongs to."""
+
+    named: Mapping[int, Named]
+    placed: dict[int, list[Placement]]
+    sides: Sequence[tuple[Named, BufferHome, list[Placement]]]
+    together: Mapping[int, tuple[int, ...]]
+    rank: int
+    held: Mapping[str, int]
 
 
 class MegatronSource(Source):
@@ -59,21 +73,9 @@ class MegatronSource(Source):
         super().__init__(inner_optimizers(optimizer), self._chunks, run=run, **options)
 
     def _declare(self, planner: Planner) -> None:
-        for chunk in self._chunks:
-            check_transformer_config(getattr(chunk, "config", None))
-        table = MegatronTable(self._config, self._shape or current_shape(), dtypes=self._dtypes)
-        named = {id(n.tensor): n for n in parameters(self._chunks)}
-        self._refuse_stale(named)
-        placed = {key: table.placements(n.name, n.tensor.shape, layer=n.layer) for key, n in named.items()}
-        sides = []
-        for n, module, attribute in buffers(self._chunks):
-            placements = table.placements(n.name, n.tensor.shape, layer=n.layer)
-            sides.append((n, BufferHome(module, attribute, DTYPES[placements[0].tensor.dtype]), placements))
-        together = holders_of(self._megatron)
-        me = dist.get_rank() if dist.is_initialized() else 0
-        held = {content_key(p): min(together.get(key, (me,))) for key, p in placed.items()}
-        held |= {content_key(p): me for _, _, p in sides}
-        owners = agree_owners(held, self._group)
+        here, said = exchange(self._place, lambda placed: sorted(placed.held.items()), self._group)
+        named, placed, sides = here.named, here.placed, here.sides
+        together, me, owners = here.together, here.rank, lowest(said)
         # A rank that holds the same twice compares one of the two; which one all its fellow holders know.
         compared = {content_key(p): number for number, p in reversed(placed.items())}
 
@@ -101,6 +103,24 @@ class MegatronSource(Source):
         for n, home, placements in sides:
             shard = _shard(n, placements, home, 0, n.tensor.numel(), mirrored=True, detector="snapshot")
             add(shard, placements, n, me)
+
+    def _place(self) -> _Placed:
+        """Where everything this rank holds lies in the checkpoint."""
+        for chunk in self._chunks:
+            check_transformer_config(getattr(chunk, "config", None))
+        table = MegatronTable(self._config, self._shape or current_shape(), dtypes=self._dtypes)
+        named = {id(n.tensor): n for n in parameters(self._chunks)}
+        self._refuse_stale(named)
+        placed = {key: table.placements(n.name, n.tensor.shape, layer=n.layer) for key, n in named.items()}
+        sides = []
+        for n, module, attribute in buffers(self._chunks):
+            placements = table.placements(n.name, n.tensor.shape, layer=n.layer)
+            sides.append((n, BufferHome(module, attribute, DTYPES[placements[0].tensor.dtype]), placements))
+        together = holders_of(self._megatron)
+        me = dist.get_rank() if dist.is_initialized() else 0
+        held = {content_key(p): min(together.get(key, (me,))) for key, p in placed.items()}
+        held |= {content_key(p): me for _, _, p in sides}
+        return _Placed(named, placed, sides, together, me, held)
 
     def _check(self) -> None:
         loads = self._registered().watch.loads
