@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from engine.errors import LayoutError
-from engine.layout.algebra import compose, intersect, invert, to_json
-from engine.layout.blocks import Layout
+from engine.layout.algebra import invert, to_json
+from engine.layout.blocks import Block, Layout
 from engine.layout.cover import prove_disjoint, validate_slice
 from engine.layout.mapping import check_blocks, dst_side
+from engine.layout.meet import meetings
 from engine.layout.radix import Lattice
 
 
@@ -24,7 +24,8 @@ from engine.layout.radix import Lattice
 class Known:
     """A layout into a canonical tensor. `first`, `last`: lowest and highest canonical lane. `lanes`: how many it maps.
 
-    `number` counts the distinct layouts of one `Shelf`; it says nothing outside.
+    `number` counts the distinct layouts of one `Shelf`; it says nothing outside. `lattices`: the canonical side of each
+    block.
     """
 
     number: int
@@ -32,6 +33,16 @@ class Known:
     first: int
     last: int
     lanes: int
+    lattices: tuple[Lattice, ...] = field(repr=False)
+    sha256: str = field(repr=False)
+
+    @staticmethod
+    def of(number: int, form: Layout) -> Known:
+        """Of a layout in canonical form."""
+        check_blocks(form)
+        lattices = tuple(dst_side(b) for b in form.blocks)
+        first, last = min((x.offset for x in lattices), default=0), max((x.last for x in lattices), default=-1)
+        return Known(number, form, first, last, lane_total(form), lattices, layout_digest(form))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +51,7 @@ class Common:
 
     layout: Layout
     lanes: int
+    sha256: str = field(repr=False)
 
 
 def lane_total(layout: Layout) -> int:
@@ -53,7 +65,6 @@ def canonical_form(layout: Layout) -> Layout:
     return Layout(tuple(blocks), layout.src_numel, layout.dst_numel)
 
 
-@lru_cache(maxsize=1 << 16)
 def layout_digest(layout: Layout) -> str:
     """SHA-256, in hex, of a layout in canonical form: sizes and blocks as compact JSON."""
     form = [layout.src_numel, layout.dst_numel, to_json(layout)]
@@ -82,7 +93,6 @@ class Shelf:
         """The layout of a receiver's tensor. LayoutError if it maps a lane of either side twice, or out of bounds."""
         known = self._known(layout)
         if known.number not in self._tensors:
-            check_blocks(known.layout)
             if len(known.layout.blocks) > 1:
                 prove_disjoint([("the receiver", known.layout)], tensor=tensor)
                 prove_disjoint([("the receiver", invert(known.layout))], tensor=f"local lanes of {tensor}")
@@ -94,8 +104,8 @@ class Shelf:
         key = (held.number, wanted.number)
         found = self._common.get(key)
         if found is None:
-            layout = canonical_form(intersect(held.layout, wanted.layout))
-            found = self._common[key] = Common(layout, lane_total(layout))
+            layout = _meet(held, wanted)
+            found = self._common[key] = Common(layout, lane_total(layout), layout_digest(layout))
         return found
 
     def _known(self, layout: Layout) -> Known:
@@ -104,40 +114,36 @@ class Shelf:
             form = canonical_form(layout)
             known = self._by_form.get(form)
             if known is None:
-                first = min((b.dst_offset for b in form.blocks), default=0)
-                last = max((b.dst_last for b in form.blocks), default=-1)
-                known = Known(len(self._by_form), form, first, last, lane_total(form))
+                known = Known.of(len(self._by_form), form)
                 self._by_form[form] = known
             self._by_given[layout] = known
         return known
 
 
-def first_gap(held: list[Known], wanted: Known) -> tuple[int, int]:
-    """The first canonical lanes [start, stop) of `wanted` that none of the disjoint `held` has; there must be some."""
-    mine = _canonical_side(wanted.layout)
-    theirs = [x for k in held for x in _canonical_side(compose(intersect(k.layout, wanted.layout), wanted.layout))]
-
-    def wants(limit: int) -> int:
-        return sum(x.count_below(limit) for x in mine)
-
-    def has(limit: int) -> int:
-        return sum(x.count_below(limit) for x in theirs)
-
-    start = _last(lambda x: wants(x) == has(x), 0, wanted.last + 1)
-    before_wanted, before_has = wants(start), has(start)
-    stop = _last(
-        lambda x: wants(x) - before_wanted == x - start and has(x) == before_has, start, wanted.last + 1, inclusive=True
-    )
-    return start, stop
+def _meet(held: Known, wanted: Known) -> Layout:
+    """`intersect` of the two, in canonical form."""
+    blocks = [
+        Block(tuple(d[0] for d in m.dims), m.a, tuple(d[2] for d in m.dims), m.b, tuple(d[3] for d in m.dims))
+        for x in held.lattices
+        for y in wanted.lattices
+        for m in meetings(x, y)
+    ]
+    return canonical_form(Layout(tuple(blocks), held.layout.src_numel, wanted.layout.src_numel))
 
 
-def _canonical_side(layout: Layout) -> list[Lattice]:
-    return [dst_side(b) for b in layout.blocks]
+def _shared(a: Known, b: Known) -> list[Lattice]:
+    """The canonical lanes that both hold."""
+    met = [m for x in a.lattices for y in b.lattices for m in meetings(x, y)]
+    return [Lattice(m.index, m.a, tuple(d[:3] for d in m.dims[::-1])) for m in met]
 
 
-def _last(holds: Callable[[int], bool], lo: int, hi: int, *, inclusive: bool = False) -> int:
-    """The highest index in [lo, hi) (with `inclusive`, hi too) for which the falling `holds` is true; it is at lo."""
-    hi = hi + 1 if inclusive else hi
+def _below(lattices: Sequence[Lattice], limit: int) -> int:
+    return sum(x.count_below(limit) for x in lattices)
+
+
+def _last(holds: Callable[[int], bool], lo: int, hi: int) -> int:
+    """The highest index in [lo, hi] for which `holds` is true; it is true at lo, and false once it has been false."""
+    hi += 1
     while hi - lo > 1:
         mid = (lo + hi) // 2
         if holds(mid):
@@ -147,15 +153,23 @@ def _last(holds: Callable[[int], bool], lo: int, hi: int, *, inclusive: bool = F
     return lo
 
 
-def first_overlap(a: Known, b: Known) -> tuple[int, int]:
-    """The first canonical lanes [start, stop) that two layouts share; there must be some."""
-    shared = _canonical_side(compose(intersect(a.layout, b.layout), b.layout))
-    start = min(x.offset for x in shared)
+def first_gap(held: Sequence[Known], wanted: Known) -> tuple[int, int]:
+    """The first canonical lanes [start, stop) of `wanted` that none of the disjoint `held` has; there must be some."""
+    mine, theirs = wanted.lattices, [x for k in held for x in _shared(k, wanted)]
+    start = _last(lambda x: _below(mine, x) == _below(theirs, x), 0, wanted.last)
+    wanted_before, held_before = _below(mine, start), _below(theirs, start)
     stop = _last(
-        lambda x: sum(s.count_below(x) for s in shared) == x - start, start, max(x.last for x in shared) + 1,
-        inclusive=True,
+        lambda x: _below(mine, x) - wanted_before == x - start and _below(theirs, x) == held_before,
+        start, wanted.last + 1,
     )  # fmt: skip
     return start, stop
+
+
+def first_overlap(a: Known, b: Known) -> tuple[int, int]:
+    """The first canonical lanes [start, stop) that two layouts share; there must be some."""
+    shared = _shared(a, b)
+    start, end = min(x.offset for x in shared), max(x.last for x in shared) + 1
+    return start, _last(lambda x: _below(shared, x) == x - start, start, end)
 
 
 def misfit(tensor: str, who: str, layout: Layout, lanes: int) -> LayoutError:

@@ -22,6 +22,11 @@ class Holder(NamedTuple):
     known: Known
 
 
+def by_member(holder: Holder) -> tuple[int, int]:
+    """The order of holders."""
+    return holder.sender, holder.slice
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Canonical lanes that the same slices hold; `known`: how the first holder, by sender and slice, lays them out."""
@@ -46,7 +51,7 @@ class Pieces:
         LayoutError, naming range and senders, if two slices share lanes without holding the same ones.
         """
         alike: dict[int, list[Holder]] = {}
-        for holder in sorted(holders):
+        for holder in sorted(holders, key=by_member):
             if holder.known.lanes:
                 alike.setdefault(holder.known.number, []).append(holder)
         groups = sorted(alike.values(), key=lambda g: (g[0].known.first, g[0].known.last, g[0][:2]))
@@ -79,7 +84,7 @@ class Pieces:
                         remedy="Replicas must be cut alike on all senders; leave the others out of the registration.",
                     )
                 other.extend(group)
-                other.sort()
+                other.sort(key=by_member)
                 break
             else:
                 out.append(group)

@@ -19,13 +19,14 @@ import numpy as np
 from engine.commit.launch import tensor_lanes
 from engine.errors import InvalidInput, LayoutError
 from engine.layout.blocks import TILE_LANES
-from engine.plan.layouts import Known, Shelf, first_gap, layout_digest, misfit
+from engine.plan.layouts import Common, Known, Shelf, first_gap, misfit
 from engine.plan.operations import Operation, Part, ReceiverTensor, SenderSlice
-from engine.plan.pieces import Holder, Piece, Pieces
+from engine.plan.pieces import Holder, Piece, Pieces, by_member
 from engine.records.models import TensorMeta
 
 FORMAT = 1
 """Changes when the same layouts would be planned, or operations be carried, in another way."""
+_ROWS = 1 << 10  # operations in a line of the digest
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,13 @@ def _pair(operation: Operation) -> tuple[int, int]:
 
 
 class _Task(NamedTuple):
-    """`lanes` of `piece` that `receiver` needs from one of its holders."""
+    """What `receiver` needs of `piece` from one of its holders; `common`: how the first of them would send it."""
 
     tensor: str
     receiver: int
     wanted: Known
     piece: Piece
-    lanes: int
+    common: Common
 
 
 def make_plan(
@@ -88,9 +89,9 @@ def make_plan(
     for tensor in sorted(holders.keys() | wanted.keys()):
         found = pieces.of(tensor, holders.get(tensor, ()))
         tasks.extend(_tasks(tensor, found, wanted.get(tensor, ()), shelf))
-    operations = _operations(tasks, len(senders), shelf)
-    digest = _digest(catalog, holders, wanted, operations, len(senders), len(receivers))
-    return Plan(len(senders), len(receivers), operations, digest)
+    operations, rows = _operations(tasks, len(senders), shelf)
+    digest = _digest(catalog, holders, wanted, rows, len(senders), len(receivers))
+    return Plan(len(senders), len(receivers), tuple(operations), digest)
 
 
 def _catalog(tensors: Sequence[TensorMeta]) -> dict[str, TensorMeta]:
@@ -161,10 +162,10 @@ def _tasks(tensor: str, pieces: Sequence[Piece], wanted: Sequence[tuple[int, Kno
     for receiver, mine in wanted:
         found = 0
         for k in np.flatnonzero((first <= mine.last) & (last >= mine.first)).tolist():
-            lanes = shelf.common(pieces[k].known, mine).lanes
-            if lanes:
-                out.append(_Task(tensor, receiver, mine, pieces[k], lanes))
-                found += lanes
+            common = shelf.common(pieces[k].known, mine)
+            if common.lanes:
+                out.append(_Task(tensor, receiver, mine, pieces[k], common))
+                found += common.lanes
         if found != mine.lanes:
             start, stop = first_gap([p.known for p in pieces], mine)
             raise LayoutError(
@@ -175,56 +176,69 @@ def _tasks(tensor: str, pieces: Sequence[Piece], wanted: Sequence[tuple[int, Kno
     return out
 
 
-def _operations(tasks: Sequence[_Task], senders: int, shelf: Shelf) -> tuple[Operation, ...]:
-    """Choose a holder for each task, and collect the tasks of a sender, receiver and tensor in one operation."""
+class _Given(NamedTuple):
+    """A task in the hands of one slice of the sender."""
+
+    slice: int
+    common: Common
+
+
+def _operations(tasks: Sequence[_Task], senders: int, shelf: Shelf) -> tuple[list[Operation], list[list[object]]]:
+    """Choose a holder for each task and collect what a sender has for a receiver of a tensor in one operation.
+
+    The operations in order, and what the digest takes in of each.
+    """
     load = [0] * senders
-    chosen: dict[tuple[int, int, str], list[tuple[_Task, Holder]]] = defaultdict(list)
-
-    def give(task: _Task, holder: Holder) -> None:
-        load[holder.sender] += task.lanes
-        chosen[holder.sender, task.receiver, task.tensor].append((task, holder))
-
+    chosen: dict[tuple[int, int, str], list[_Given]] = defaultdict(list)
+    spans: dict[tuple[int, str], int] = {}
     open_ = []
     for task in tasks:
-        if task.piece.holders[0].sender == task.piece.holders[-1].sender:  # holders are sorted
-            give(task, task.piece.holders[0])
+        spans[task.receiver, task.tensor] = task.wanted.layout.src_numel
+        first, last = task.piece.holders[0], task.piece.holders[-1]  # they are sorted
+        if first.sender == last.sender:
+            load[first.sender] += task.common.lanes
+            chosen[first.sender, task.receiver, task.tensor].append(_Given(first.slice, task.common))
         else:
             open_.append(task)
     # Pieces of a tensor are disjoint, so that the first lane tells them apart and the order is total.
-    for task in sorted(open_, key=lambda t: (-t.lanes, t.tensor, t.piece.known.first, t.receiver)):
-        give(task, min(task.piece.holders, key=lambda h: (load[h.sender], h.sender, h.slice)))
-    out = []
-    for sender, receiver, tensor in sorted(chosen):
-        given = sorted(chosen[sender, receiver, tensor], key=lambda g: g[1].slice)
-        parts = tuple(Part(holder.slice, shelf.common(holder.known, task.wanted).layout) for task, holder in given)
-        lanes = sum(task.lanes for task, _ in given)
-        out.append(Operation(sender, receiver, tensor, lanes, given[0][0].wanted.layout.src_numel, parts))
-    return tuple(out)
+    for task in sorted(open_, key=lambda t: (-t.common.lanes, t.tensor, t.piece.known.first, t.receiver)):
+        holder = min(task.piece.holders, key=lambda h: (load[h.sender], h.sender, h.slice))
+        load[holder.sender] += task.common.lanes
+        common = shelf.common(holder.known, task.wanted)
+        chosen[holder.sender, task.receiver, task.tensor].append(_Given(holder.slice, common))
+    operations, rows = [], []
+    for at in sorted(chosen):
+        sender, receiver, tensor = at
+        given = chosen[at]
+        if len(given) > 1:
+            given.sort(key=lambda g: g.slice)
+        parts = tuple(Part(g.slice, g.common.layout) for g in given)
+        lanes, span = sum(g.common.lanes for g in given), spans[receiver, tensor]
+        operations.append(Operation(sender, receiver, tensor, lanes, span, parts))
+        rows.append([sender, receiver, tensor, lanes, span, [[g.slice, g.common.sha256] for g in given]])
+    return operations, rows
 
 
 def _digest(
     catalog: dict[str, TensorMeta],
     holders: dict[str, list[Holder]],
     wanted: dict[str, list[tuple[int, Known]]],
-    operations: Sequence[Operation],
+    operations: Sequence[list[object]],
     senders: int,
     receivers: int,
 ) -> str:
-    """SHA-256 over one JSON line for the group, each tensor, each member's layout of it, and each operation."""
-    sha = hashlib.sha256()
+    """SHA-256 over JSON lines: one for the group, one for each tensor and how its members hold it, then operations."""
+    sha, encode = hashlib.sha256(), json.JSONEncoder(separators=(",", ":")).encode
 
-    def line(*values: object) -> None:
-        sha.update(json.dumps(values, separators=(",", ":")).encode() + b"\n")
+    def line(value: Sequence[object]) -> None:
+        sha.update(encode(value).encode() + b"\n")
 
-    line("plan", FORMAT, TILE_LANES, senders, receivers)
+    line(["plan", FORMAT, TILE_LANES, senders, receivers])
     for name in sorted(catalog):
         meta = catalog[name]
-        line("tensor", name, list(meta.shape), meta.dtype)
-        for h in sorted(holders.get(name, ())):
-            line("slice", h.sender, h.slice, layout_digest(h.known.layout))
-        for receiver, known in wanted.get(name, ()):
-            line("local", receiver, layout_digest(known.layout))
-    for o in operations:
-        parts = [[p.slice, layout_digest(p.layout)] for p in o.parts]
-        line("operation", o.sender, o.receiver, o.tensor, o.lanes, o.span, parts)
+        held = [[h.sender, h.slice, h.known.sha256] for h in sorted(holders.get(name, ()), key=by_member)]
+        local = [[receiver, known.sha256] for receiver, known in wanted.get(name, ())]
+        line([name, list(meta.shape), meta.dtype, held, local])
+    for start in range(0, len(operations), _ROWS):
+        line(operations[start : start + _ROWS])
     return sha.hexdigest()
