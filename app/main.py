@@ -31,6 +31,7 @@ from app.decision_events import observer
 from app.degraded import Degraded
 from app.events import EventBus
 from app.metrics import Metrics
+from app.p2p.hub import Hub
 from app.roles.base import Node, Role
 from app.settings import RoleName, Settings
 from clients.protocol import Problem
@@ -78,6 +79,7 @@ def build_node(settings: Settings) -> Node:
         events=events,
         metrics=metrics,
         degraded=Degraded(metrics),
+        p2p=Hub(settings, events),
     )
 
 
@@ -154,6 +156,7 @@ def lifespan_of(node: Node, roles: Sequence[Role]) -> Callable[[FastAPI], Abstra
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(node.store.aclose)
+            stack.push_async_callback(node.p2p.aclose)
             stack.callback(node.events.close)
             try:
                 _lock_data_dir(stack, node.settings)

@@ -63,6 +63,11 @@ class Metrics:
         self.downloaded_bytes = Counter("dte_downloaded_bytes", "Chunk bytes downloaded.", registry=r)
         self.receiver_version = Gauge("dte_receiver_version", "Installed version.", ["receiver"], registry=r)
         self.receiver_lag = Gauge("dte_receiver_lag", "Committed versions not yet installed.", ["receiver"], registry=r)
+        # rank to rank
+        self.p2p_bytes = Counter("dte_p2p_bytes", "Bytes exchanged rank to rank.", ["direction"], registry=r)
+        self.p2p_exchanges = Counter(
+            "dte_p2p_exchanges", "Versions that a receiver was sent rank to rank.", ["outcome"], registry=r
+        )
         # embedded store
         self.store_requests = Counter("dte_store_requests", "Requests to the store.", ["verb", "outcome"], registry=r)
         self.store_bytes = Counter("dte_store_bytes", "Object bytes moved.", ["direction"], registry=r)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -74,6 +75,19 @@ class Settings(BaseSettings):
         (), max_length=256, description="Receivers this daemon drives from its start, each as for POST /receivers."
     )
 
+    p2p: bool = Field(False, description="Exchange versions rank to rank with receivers that ask for it.")
+    p2p_coordinator: str | None = Field(
+        None, description="Daemon with the coordinator role where ranks meet: http(s)://HOST:PORT; default: this one."
+    )
+    p2p_host: str | None = Field(None, description="Address at which the ranks of this node are reached by others.")
+    p2p_carrier: Literal["auto", "gloo", "nccl"] = Field(
+        "auto", description="What carries the bytes; auto: NCCL if every rank has a GPU of its own."
+    )
+    p2p_timeout_s: float = Field(30.0, gt=0, le=3600, description="Deadline of connecting, and of one exchange.")
+    p2p_lease_s: float = Field(20.0, gt=0, le=3600, description="A daemon that is silent for so long is gone.")
+    p2p_bucket_bytes: int = Field(4 << 20, ge=1 << 10, le=1 << 30, description="Largest message of an exchange.")
+    p2p_max_bytes: int = Field(4 << 30, ge=1 << 20, description="What a receiver rank buffers of one version.")
+
     poll_interval_s: float = Field(0.2, gt=0, le=60)
     chunk_bytes: int = Field(8 << 20, ge=64 << 10, le=1 << 30)
     max_body_bytes: int = Field(64 << 20, ge=1 << 10, description="Largest body of any call except /store.")
@@ -133,6 +147,10 @@ class Settings(BaseSettings):
             raise ValueError("`receivers` names one receiver twice")
         if names and "subscriber" not in self.roles:
             raise ValueError("`receivers` are given, but this daemon has no subscriber role")
+        if self.p2p and self.p2p_coordinator is None and "coordinator" not in self.roles:
+            raise ValueError("`p2p_coordinator` must be set, because this daemon has no coordinator role of its own")
+        if self.p2p_coordinator is not None and not self.p2p_coordinator.startswith(("http://", "https://")):
+            raise ValueError("`p2p_coordinator` must be the address of a daemon: http://HOST:PORT")
         if self.store is None and "store" not in self.roles:
             raise ValueError("`store` must be set, because this daemon has no store role of its own")
         return self
@@ -149,6 +167,13 @@ class Settings(BaseSettings):
     @property
     def cache_dir(self) -> Path:
         return self.data_dir / "cache"
+
+    @property
+    def p2p_address(self) -> str:
+        """Where the ranks of this node are reached: `p2p_host`, else `host`, else this machine's name."""
+        if self.p2p_host is not None:
+            return self.p2p_host
+        return socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host
 
     @property
     def ordered_roles(self) -> tuple[RoleName, ...]:

@@ -258,7 +258,9 @@ class ReceiverState(StrEnum):
 
 
 class ReceiverRegistration(Model):
-    """`POST /receivers`. Kind `torch`: Unix sockets of the receiver's rank processes on this node."""
+    """`POST /receivers`. Kind `torch`: Unix sockets of the receiver's rank processes on this node. `transport`: `store`
+    takes every version from the store, `p2p` waits for what its ranks are sent directly and takes from the store what
+    they miss, `auto` does not wait."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
     kind: Literal["torch", "sglang"] = "torch"
@@ -266,11 +268,13 @@ class ReceiverRegistration(Model):
     sockets: list[str] = Field(default_factory=list)
     url: str | None = None
     options: dict[str, Any] = Field(default_factory=dict)
+    transport: Literal["store", "p2p", "auto"] = "auto"
 
 
 class ReceiverInfo(Model):
-    """`GET /receivers`. `proof` is `proven` when the live weights' digests equalled `installed`'s after the write,
-    `converted` when that holds but for `converted` tensors, which the engine made something else of."""
+    """`GET /receivers`. `path`: what brought the version that was installed last. `proof` is `proven` when the live
+    weights' digests equalled `installed`'s after the write, `converted` when that holds but for `converted` tensors,
+    which the engine made something else of."""
 
     name: str
     kind: str
@@ -283,6 +287,8 @@ class ReceiverInfo(Model):
     lag: int | None
     proof: Literal["none", "proven", "converted", "failed"]
     converted: int = 0
+    transport: Literal["store", "p2p", "auto"] = "auto"
+    path: Literal["none", "store", "p2p"] = "none"
     resyncs: int = 0
     last_error: str = ""
     last_install_ms: dict[str, float] = Field(default_factory=dict)

@@ -108,6 +108,8 @@ class Flights:
             s.registration.launch,
             lambda stage: s.update(job_id, stage),
         )
+        if s.member is not None:
+            await s.member.offer(version)
         outcome = await publication.run(timings_ms)
         decision = outcome.decision
         committed = isinstance(decision, CommitDecision) and decision.epoch == s.epoch

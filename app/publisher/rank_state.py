@@ -19,6 +19,7 @@ from app.publisher import files
 from app.publisher.jobs import JobBook
 from app.publisher.link import WorkerLink
 from app.publisher.opening import base_at_head
+from app.publisher.p2p import TrainerMember
 from app.publisher.retry import until_stored
 from app.publisher.worker_handle import WorkerHandle
 from app.roles.base import Node
@@ -100,6 +101,8 @@ class RankState:
         """At the last cut, a receiver was waiting for a dense version."""
         self.unbegun = False
         """The epoch is open, but the ledger does not know yet (the daemon died in between)."""
+        self.member: TrainerMember | None = None
+        """The rank in P2P groups; None where this daemon takes no part in them."""
         self._lost_in_flight = False
         self._changed = asyncio.Event()
         self._save_lock = asyncio.Lock()

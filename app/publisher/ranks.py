@@ -19,6 +19,7 @@ from app.publisher.accounting import count_read
 from app.publisher.checks import check_handles, check_hypers
 from app.publisher.flights import Flights
 from app.publisher.jobs import JobBook, register_job_id, sync_job_id
+from app.publisher.p2p import TrainerMember
 from app.publisher.rank_state import EpochNotOpen, LaunchEnded, RankState, Revoked
 from app.publisher.registering import Registrar
 from app.publisher.worker_handle import WorkerDied
@@ -172,8 +173,14 @@ class RankSession:
         if self._main is not None:
             await asyncio.wait([self._main])
 
+    async def _leave(self) -> None:
+        member, self.state.member = self.state.member, None
+        if member is not None:
+            await member.aclose()
+
     async def stop(self) -> None:
         """End now; everything that is not finished goes on after the next start."""
+        await self._leave()
         for task in (self._watch, self._main):
             if task is not None:
                 task.cancel()
@@ -276,6 +283,7 @@ class RankSession:
         try:
             if await Registrar(state, self._flights).run(register_job):
                 self._requeue()
+                self._take_part()
                 self._ready = True
                 state.changed()
                 while (waiting := await self._next()) is not None:
@@ -290,6 +298,13 @@ class RankSession:
             state.end(DteError(f"the session failed: {error}", remedy="Register the rank as a new launch."))
         await self._wind_up()
 
+    def _take_part(self) -> None:
+        """Enter P2P groups, where this daemon does."""
+        state = self.state
+        if state.node.p2p.enabled and state.epoch is not None and state.ended is None:
+            state.member = TrainerMember(state.node, state.link, state.registration, state.epoch)
+            state.member.enter()
+
     async def _next(self) -> _Waiting | None:
         """The next sync; None when the session has ended and none waits."""
         await self.state.until(lambda: not self._queue.empty() or self.state.ended is not None, None)
@@ -300,6 +315,7 @@ class RankSession:
         state = self.state
         assert state.ended is not None
         await state.fail_waiting()
+        await self._leave()
         # What is in flight is in the spool: the trainer's memory is wanted by whoever comes next.
         await state.link.detach()
         await self._flights.landed()

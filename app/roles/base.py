@@ -14,6 +14,7 @@ from app.chains import Chains
 from app.degraded import Degraded
 from app.events import EventBus
 from app.metrics import Metrics
+from app.p2p.hub import Hub
 from app.settings import Settings
 from transports.store.base import ChunkStore
 
@@ -28,6 +29,7 @@ class Node:
     events: EventBus
     metrics: Metrics
     degraded: Degraded
+    p2p: Hub
 
 
 class Role(ABC):

@@ -1,7 +1,8 @@
 """The coordinator role: finishes versions whose last part-putter died, hints at the head, and has anchors made.
 
-One invariant: it holds no state of its own. Everything it writes is computed from the store by `engine.commit` and put
-if absent, so many coordinators may run, stall, and wake up; it never aborts a version because time has passed.
+One invariant: nothing durable depends on it. Everything it writes is computed from the store by `engine.commit` and put
+if absent, so many coordinators may run, stall, and wake up; it never aborts a version because time has passed. Where
+ranks meet for P2P (`app.p2p.meetings`) is the one thing it remembers, and only until it ends.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 
 from fastapi import APIRouter
 
+from app.api.p2p import p2p_router
 from app.chain import Chain
 from app.committer import Committer
 from app.retention import Retention
@@ -108,15 +110,17 @@ class CoordinatorRole(Role):
             asyncio.create_task(self._scan(), name="coordinator-scan"),
             asyncio.create_task(self._housekeeping(), name="coordinator-housekeeping"),
         ]
+        self.node.p2p.meetings.start()
 
     async def stop(self) -> None:
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.node.p2p.meetings.stop()
 
     def router(self) -> APIRouter | None:
-        return None
+        return p2p_router(self.node.p2p.meetings)
 
     def unready(self) -> str | None:
         if not self._tasks or any(task.done() for task in self._tasks):

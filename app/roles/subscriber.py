@@ -53,6 +53,7 @@ class SubscriberRole(Role):
         self._configured = {r.name: r for r in settings.receivers}
         for registration in settings.receivers:
             check_registration(registration)
+            self._check_transport(registration)
         for number, registration in enumerate(settings.receivers):
             _check_apart(registration, settings.receivers[:number])
         self._owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
@@ -101,6 +102,7 @@ class SubscriberRole(Role):
         it is one that lives, or stands in the settings, under another name. It takes the place of one that is lost.
         """
         check_registration(registration)
+        self._check_transport(registration)
         known = self._receivers.get(registration.name)
         if known is None or known.registration != registration:
             await check_reachable(registration)
@@ -156,14 +158,12 @@ class SubscriberRole(Role):
         run = registration.run
         chain = self.node.chains.get(run)
         receiver = Receiver(
+            self.node,
             registration,
             (targets := Targets(chain, self._cache)),
             UnitFiles(targets, self._units_dir / registration.name, max_bytes=self.node.settings.cache_bytes),
             owner=self._owner,
             fence=self._registry.next_fence(),
-            events=self.node.events,
-            metrics=self.node.metrics,
-            degraded=self.node.degraded,
         )
         self._receivers[registration.name] = receiver
         receiver.start()
@@ -172,6 +172,13 @@ class SubscriberRole(Role):
                 chain, self._cache, lambda: self._wanted(run), interval_s=self.node.settings.poll_interval_s
             )
         return receiver
+
+    def _check_transport(self, registration: ReceiverRegistration) -> None:
+        if registration.transport == "p2p" and not self.node.p2p.enabled:
+            raise InvalidInput(
+                f"receiver {registration.name!r} asks for P2P, which this daemon has not been told to take part in.",
+                remedy="Set DTE_P2P=true (and DTE_P2P_COORDINATOR), or register it with transport auto or store.",
+            )
 
     def _wanted(self, run: str) -> bool:
         return any(r.registration.run == run and r.wants_chunks for r in self._receivers.values())

@@ -95,6 +95,11 @@ class Engine:
         return len(self._links)
 
     @property
+    def places(self) -> list[tuple[Description, str]]:
+        """What each rank is, and its socket."""
+        return [(rank, link.path) for rank, link in zip(self._ranks, self._links, strict=True)]
+
+    @property
     def dirty(self) -> bool:
         """True if, as last heard, a rank's weights are between versions."""
         return any(s.phase not in ("clean", "prepared") for s in self.statuses)

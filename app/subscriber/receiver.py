@@ -13,19 +13,19 @@ import random
 import time
 
 from app.chain import Chain
-from app.degraded import Degraded
-from app.events import EventBus
-from app.metrics import Metrics
-from app.subscriber.dense import DenseRequests
-from app.subscriber.engine import Engine, HalfWritten
+from app.roles.base import Node
+from app.subscriber.engine import Engine
+from app.subscriber.installing import Installer
 from app.subscriber.kinds import connect
+from app.subscriber.lane import Lane
+from app.subscriber.resyncing import Resyncer
 from app.subscriber.standing import Standing
-from app.subscriber.targets import NoSource, Step, Targets, digests, is_unreadable
-from app.subscriber.units import NoRoom, UnitFiles
+from app.subscriber.targets import NoSource, Targets, digests, is_unreadable
+from app.subscriber.units import UnitFiles
 from clients.protocol import ReceiverRegistration, ReceiverState
 from clients.rollout.protocol import ReceiverError, ReceiverGone
 from engine.errors import DteError, InvalidInput, ProofError, StateConflict
-from engine.records.models import ChunkRef, CommitDecision
+from engine.records.models import CommitDecision
 from transports.errors import StoreUnavailable
 
 log = logging.getLogger(__name__)
@@ -42,29 +42,28 @@ class Receiver:
 
     def __init__(
         self,
+        node: Node,
         registration: ReceiverRegistration,
         targets: Targets,
         files: UnitFiles,
         *,
         owner: str,
         fence: int,
-        events: EventBus,
-        metrics: Metrics,
-        degraded: Degraded,
     ) -> None:
         self.registration = registration
-        self.standing = Standing(registration, targets.chain, events, metrics)
+        self.standing = Standing(registration, targets.chain, node.events, node.metrics)
+        self._node = node
         self._targets = targets
         self._files = files
         self._chain: Chain = targets.chain
         self._owner = owner
         self._fence = fence
-        self._metrics = metrics
-        self._degraded = degraded
         self._connected = False
         self._kicked = asyncio.Event()
         self._stopping = False
-        self._dense = DenseRequests(targets, degraded, registration.name)
+        self._installer = Installer(self.standing, targets, node.metrics, node.degraded)
+        self._resyncer = Resyncer(self.standing, targets, node.metrics, node.degraded)
+        self._lane: Lane | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -75,7 +74,8 @@ class Receiver:
     @property
     def wants_chunks(self) -> bool:
         """True if it is worth downloading the next version's chunks before it is decided."""
-        return self._connected and self.standing.installed is not None
+        received = self._lane is not None and self._lane.connected
+        return self._connected and self.standing.installed is not None and not received
 
     # --- control ----------------------------------------------------------------------------------------------------
 
@@ -108,10 +108,14 @@ class Receiver:
                 try:
                     self._connected = True
                     self.standing.ranks = engine.ranks
+                    self._lane = self._lane_of(engine)
                     await self._attend(engine)
                 finally:
                     self._connected = False
                     self.standing.forget()
+                    lane, self._lane = self._lane, None
+                    if lane is not None:
+                        await lane.aclose()
                     await engine.aclose()
             except ReceiverGone as error:
                 self.standing.forget()
@@ -125,6 +129,12 @@ class Receiver:
                 pause_s = FIRST_PAUSE_S
             kicked = await self._rest(pause_s)
             pause_s = FIRST_PAUSE_S if kicked else min(LAST_PAUSE_S, pause_s * 1.7)
+
+    def _lane_of(self, engine: Engine) -> Lane | None:
+        """Where it may receive rank to rank; None if it shall not."""
+        if self.registration.transport == "store" or not self._node.p2p.enabled:
+            return None
+        return Lane(self._node, self.registration, engine.places, owner=self._owner, fence=self._fence)
 
     async def _rest(self, pause_s: float) -> bool:
         """Wait out the pause; True if somebody asked for attention in the meantime."""
@@ -164,38 +174,41 @@ class Receiver:
         converted = len((await asyncio.to_thread(engine.check_fits, head.tensors)).converted)
         if converted != self.standing.converted:
             self.standing.converted = converted
-            self._degraded.count("converted", min(converted, 1), f"receiver {self.standing.name}, {converted} tensors")
+            detail = f"receiver {self.standing.name}, {converted} tensors"
+            self._node.degraded.count("converted", min(converted, 1), detail)
         if engine.dirty:
-            await self._resync(engine, head)
+            await self._resyncer.run(engine, head)
         if (
             self.standing.installed is None
             and not await self._recognise(engine, head)
             and not await self._reunite(engine)
         ):
-            await self._resync(engine, head)
+            await self._resyncer.run(engine, head)
         if self.standing.installed is not None and self.standing.installed < head.version:
             self.standing.become(ReceiverState.BEHIND)
             try:
-                await self._catch_up(engine, self.standing.installed, head)
+                await self._installer.catch_up(engine, head, self._lane, lambda: self._stopping)
             except ReceiverError as error:
                 if error.code == "wrong-result":
                     # The weights are a proven version still; whatever leads through this delta would end the same.
                     bad = self._chain.path(self.standing.installed, head.version)[0].version
-                    await self._resync(engine, head, because=error, least=bad)
+                    await self._resyncer.run(engine, head, because=error, least=bad)
                 elif error.code not in _AUDIT_AGAIN:
                     raise
                 else:
                     self.standing.forget()
                     if not await self._recognise(engine, head):
-                        await self._resync(engine, head)
+                        await self._resyncer.run(engine, head)
             except DteError as error:
                 if not is_unreadable(error) and not isinstance(error, ProofError):
                     raise
                 log.warning("receiver %s: no delta to version %d: %s", self.standing.name, head.version, error)
-                await self._resync(engine, head, because=error)
+                await self._resyncer.run(engine, head, because=error)
         if self.standing.installed == head.version:
             self.standing.last_error = ""
             self.standing.become(ReceiverState.IN_SYNC)
+            if self._lane is not None:
+                self._lane.open()  # its ranks' layouts are proven now
         elif not self._stopping:
             raise StateConflict(f"it is at version {self.standing.installed}, not yet at {head.version}.")
 
@@ -217,7 +230,7 @@ class Receiver:
             if engine.check_fits(known.tensors).provable(digests(known.tensors)) == found:
                 try:
                     if await engine.adopt(known.version, known.step, known.tensors, per_rank):
-                        self._count_resync()
+                        self._resyncer.count()
                 except NoSource as error:
                     log.warning("receiver %s: %s", self.standing.name, error)
                     return False  # a resync asks for what is missing
@@ -246,80 +259,6 @@ class Receiver:
             return False
         self.standing.proven(engine.statuses, high, plan[0].step)
         return True
-
-    async def _catch_up(self, engine: Engine, installed: int, head: CommitDecision) -> None:
-        """Install the deltas from `installed` to the head; all of them are local before the first write."""
-        plan = await self._targets.path(installed, head.version)
-        started = time.perf_counter()
-        async with self._targets.local(plan) as bodies:
-            download_ms = (time.perf_counter() - started) * 1e3
-            for body in bodies:
-                self.standing.become(ReceiverState.INSTALLING)
-                try:
-                    times = await engine.install(body)
-                except DteError as error:
-                    self._metrics.installs.labels("failed").inc()
-                    if error.code == "chunk-damaged":
-                        await self._targets.cache.discard(_refs(plan))
-                    if isinstance(error, HalfWritten):
-                        self.standing.become(ReceiverState.DIRTY, error)
-                        await engine.refresh()
-                    raise
-                self._metrics.installs.labels("installed").inc()
-                self.standing.last_install_ms = {"download": download_ms, **times}
-                for stage, ms in self.standing.last_install_ms.items():
-                    self._metrics.stage_seconds.labels(f"install-{stage}").observe(ms / 1e3)
-                self.standing.proven(engine.statuses, body.version, body.step)
-                download_ms = 0.0
-                if self._stopping:
-                    return
-
-    async def _resync(
-        self, engine: Engine, head: CommitDecision, *, because: DteError | None = None, least: int = 0
-    ) -> None:
-        """Overwrite the weights from the newest starting point, `least` or later, that is intact; else NoSource."""
-        reasons: list[str] = [because.message] if because else []
-        unread: list[DteError] = []
-        dense_helps = True
-        async for plan in self._targets.resync_plans(head, least, failures=unread):
-            try:
-                async with self._targets.local(plan) as bodies:
-                    self.standing.become(ReceiverState.RESYNCING)
-                    self.standing.forget()
-                    ms = await engine.resync(bodies)
-            except ReceiverGone:
-                raise
-            except DteError as error:
-                await engine.refresh()
-                if error.code == "chunk-damaged":
-                    await self._targets.cache.discard(_refs(plan))
-                reasons.append(f"from version {plan[0].version}: {error.message}")
-                dense_helps &= self._dense.helps(error, plan[0].version)
-                log.warning(
-                    "receiver %s: resync from version %d failed: %s", self.standing.name, plan[0].version, error
-                )
-                if not engine.dirty:
-                    self.standing.restore(engine.statuses)
-                if isinstance(error, NoRoom):
-                    raise  # from any other start it would need as much
-                continue
-            self._count_resync()
-            self.standing.last_install_ms = {"resync": ms}
-            self.standing.proven(engine.statuses, head.version, head.step)
-            return
-        dense_helps &= all(self._dense.helps(error, None) for error in unread)
-        if dense_helps:
-            await self._dense.ask(head)
-        raise NoSource(
-            f"nothing intact leads to version {head.version}" + (": " + "; ".join(reasons) if reasons else "."),
-            remedy="The trainer's next version is asked to be dense; without a trainer restore the store's objects."
-            if dense_helps
-            else "See the reasons: a dense version would not help.",
-        )
-
-    def _count_resync(self) -> None:
-        self.standing.resyncs += 1
-        self._metrics.resyncs.inc()
 
     async def _watch(self, engine: Engine, known: int) -> None:
         """Return when there is something to do; ReceiverGone when the receiver's process ends.
@@ -386,12 +325,8 @@ class Receiver:
         standing = self.standing
         if isinstance(error, StoreUnavailable) and standing.state is ReceiverState.IN_SYNC and standing.ready:
             # Proven and, as far as anybody here can know, newest: worth serving while the store is away.
-            self._degraded.count("store-unavailable", detail=f"receiver {standing.name}: {error}")
+            self._node.degraded.count("store-unavailable", detail=f"receiver {standing.name}: {error}")
         elif engine.dirty:
             standing.become(ReceiverState.DIRTY, error)
         else:
             standing.become(ReceiverState.FAILED if standing.installed is None else ReceiverState.BEHIND, error)
-
-
-def _refs(plan: list[Step]) -> list[ChunkRef]:
-    return [ref for step in plan for ref in step.chunks]

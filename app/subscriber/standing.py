@@ -37,6 +37,8 @@ class Standing:
         self.resyncs = 0
         self.last_error = ""
         self.last_install_ms: dict[str, float] = {}
+        self.path: Literal["none", "store", "p2p"] = "none"
+        """What brought the last version that was installed."""
         self.proof_failed = False
         self.converted = 0
         """Tensors that the engine keeps in another form than their bits."""
@@ -72,6 +74,8 @@ class Standing:
             lag=self.lag(),
             proof=proven if self.installed is not None else unproven,
             converted=self.converted,
+            transport=self._registration.transport,
+            path=self.path,
             resyncs=self.resyncs,
             last_error=self.last_error,
             last_install_ms=self.last_install_ms,

@@ -116,9 +116,11 @@ class Targets:
         """The plan with all its chunks in local files, which stay while the block runs."""
         refs = [ref for step in plan for ref in step.chunks]
         async with self.cache.holding(refs):
-            yield [self._body(step) for step in plan]
+            yield [self.body(step) for step in plan]
 
-    def _body(self, step: Step) -> TargetBody:
+    def body(self, step: Step, received: str | None = None) -> TargetBody:
+        """What the ranks are asked to become: from the step's chunks, which are local, or from what they have received
+        in the P2P group `received`."""
         return TargetBody(
             run=self.chain.run,
             version=step.version,
@@ -134,9 +136,15 @@ class Targets:
                     raw_bytes=c.raw_bytes,
                     entries=c.entries,
                 )
-                for c in step.chunks
+                for c in (step.chunks if received is None else ())
             ],
+            received=received,
         )
+
+
+def chunk_refs(plan: list[Step]) -> list[ChunkRef]:
+    """All chunks of a plan."""
+    return [ref for step in plan for ref in step.chunks]
 
 
 def is_unreadable(error: DteError) -> bool:

@@ -31,6 +31,16 @@ log = logging.getLogger("dte.worker")
 
 _REQUEST: TypeAdapter[p.Request] = TypeAdapter(p.Request)
 _PR_SET_PDEATHSIG = 1
+_BESIDE = {
+    "encode": "encode",
+    "p2p_host": "p2p",
+    "p2p_connect": "p2p",
+    "p2p_send": "p2p",
+    "p2p_slices": "control",
+    "p2p_pin": "control",
+    "p2p_leave": "control",
+}
+"""Which thread answers a request; all others are tensor work."""
 
 
 def die_with_parent(parent: int) -> None:
@@ -48,20 +58,26 @@ def private_stdout() -> BinaryIO:
 
 
 class Server:
-    """Answers requests: tensor work in one thread, in order; encoding in another, beside it."""
+    """Answers requests: tensor work in one thread, in order; encoding, and what goes on in a P2P group, each in one of
+    its own beside it. What must not wait for those has a fourth."""
 
     def __init__(self, source: BinaryIO, sink: BinaryIO) -> None:
         self._in = source
         self._out = sink
         self._write_lock = threading.Lock()
         self._tensor = ThreadPoolExecutor(1, "tensor")
-        self._encode = ThreadPoolExecutor(1, "encode")
+        self._pools = {
+            "encode": ThreadPoolExecutor(1, "encode"),
+            "p2p": ThreadPoolExecutor(1, "p2p"),
+            "control": ThreadPoolExecutor(1, "control"),
+        }
         self._rank: Any = None
+        self._group: Any = None
 
     def run(self) -> None:
         """Serve until stdin ends."""
         while (message := frames.read(self._in)) is not None:
-            pool = self._encode if message.get("op") == "encode" else self._tensor
+            pool = self._pools.get(_BESIDE.get(str(message.get("op")), ""), self._tensor)
             pool.submit(self._answer, message)
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -101,9 +117,26 @@ class Server:
         rank = self._rank
         if rank is None:
             raise StateConflict("the first request must be `open`.")
+        if request.op.startswith("p2p_"):
+            return self._take_part(rank, request)
         if isinstance(request, p.Encode):
             return rank.encode(request, lambda c: self._send({"id": number, "chunk": c.model_dump(mode="json")}))
         return getattr(rank, request.op)(request)
+
+    def _take_part(self, rank: Any, request: Any) -> Any:
+        if isinstance(request, p.P2PSlices):
+            from app.worker.sending import GroupSender
+
+            if self._group is None:
+                self._group = GroupSender(rank.shapes)
+            return self._group.slices()
+        if self._group is None:
+            if isinstance(request, p.P2PLeave):
+                return p.Done()
+            raise StateConflict("this worker has not been asked yet what it can send.")
+        if isinstance(request, p.P2PPin):
+            return self._group.pin(*rank.in_flight(request.version))
+        return getattr(self._group, request.op.removeprefix("p2p_"))(request)
 
 
 def main() -> None:

@@ -12,7 +12,16 @@ from pydantic import Field
 
 from clients.protocol import Model, RankRegistration, SliceSpec, SyncRequest
 from engine.errors import CodecError, DteError, InvalidInput, LayoutError, StateConflict, UnsupportedOptimizer
-from engine.records.models import Count, ReplicaDecl, ReplicaDigest, SliceDecl, SliceResult
+from engine.records.models import (
+    BlockJson,
+    Count,
+    ReplicaDecl,
+    ReplicaDigest,
+    Sha256,
+    SliceDecl,
+    SliceResult,
+    TensorName,
+)
 from transports.memory.cuda_ipc import DeviceMemoryError
 from transports.memory.shm import SharedMemoryError, SharedMemoryInvalid
 
@@ -198,12 +207,122 @@ class Detach(Model):
     op: Literal["detach"] = "detach"
 
 
+class P2PSlices(Model):
+    """What can this rank send to others?"""
+
+    op: Literal["p2p_slices"] = "p2p_slices"
+
+
+class P2PSlice(Model):
+    """A slice in lanes: `blocks` map its ranks to canonical lanes of `tensor`."""
+
+    slice: Count
+    tensor: TensorName
+    lanes: Count
+    blocks: list[BlockJson]
+
+
+class P2PSlicesDone(Model):
+    """`device`: UUID of the GPU that the rank's memory is on, "" if it is not on one."""
+
+    slices: list[P2PSlice]
+    device: str = ""
+
+
+class P2PPin(Model):
+    """Keep the version in flight for sending, in place of the one before."""
+
+    op: Literal["p2p_pin"] = "p2p_pin"
+    version: Count
+
+
+class P2PPinned(Model):
+    """`bytes`: upper estimate of what a receiver of everything would buffer."""
+
+    epoch: Annotated[int, Field(ge=1)]
+    version: Count
+    base: Count | None
+    step: Count
+    bytes: Count
+
+
+class P2PHost(Model):
+    """Keep a group's store at this address of this node."""
+
+    op: Literal["p2p_host"] = "p2p_host"
+    host: str
+
+
+class P2PHosted(Model):
+    """HOST:PORT."""
+
+    address: str
+
+
+class P2PConnect(Model):
+    """Connect to a group's other members, compute its plan from the roster, and agree on it. `side`: this rank's number
+    among the senders."""
+
+    op: Literal["p2p_connect"] = "p2p_connect"
+    group: str
+    address: str
+    rank: Count
+    size: Annotated[int, Field(ge=1)]
+    side: Count
+    carrier: Literal["gloo", "nccl"]
+    bind_host: str
+    roster: str
+    roster_sha256: Sha256
+    timeout_s: Annotated[float, Field(gt=0)]
+
+
+class P2PConnected(Model):
+    plan: Sha256
+    operations: Count
+
+
+class P2PSend(Model):
+    """Send the pinned version to every receiver of the group."""
+
+    op: Literal["p2p_send"] = "p2p_send"
+    group: str
+    version: Count
+    bucket_bytes: Annotated[int, Field(ge=1)]
+    timeout_s: Annotated[float, Field(gt=0)]
+
+
+class P2PSent(Model):
+    entries: Count
+    bytes: Count
+    ms: float
+
+
+class P2PLeave(Model):
+    """Give up the group; what is going on in it ends with an error."""
+
+    op: Literal["p2p_leave"] = "p2p_leave"
+
+
 class Done(Model):
     pass
 
 
 Request = Annotated[
-    Open | Initial | Begin | Read | Encode | Settle | Rebase | Release | Detach,
+    Open
+    | Initial
+    | Begin
+    | Read
+    | Encode
+    | Settle
+    | Rebase
+    | Release
+    | Detach
+    | P2PSlices
+    | P2PPin
+    | P2PHost
+    | P2PConnect
+    | P2PSend
+    | P2PLeave,
     Field(discriminator="op"),
 ]
 

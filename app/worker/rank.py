@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from app.worker import protocol as p
 from app.worker.encoder import VersionEncoder, slice_result
@@ -311,15 +312,26 @@ class RankWorker:
         self._release(request.hold)
         return p.Done()
 
+    @property
+    def shapes(self) -> list[SliceShape]:
+        """The rank's slices, in lanes."""
+        return self._shapes
+
+    def in_flight(self, version: int) -> tuple[Ledger, Path]:
+        """The ledger with the version in flight, and where its dense lanes are; SpoolLost if it is another one."""
+        with self._lock:
+            known = self._ledger
+        if known is None or known.in_flight is None or known.in_flight.version != version:
+            raise p.SpoolLost(f"version {version} is not in the spool.")
+        return known, self._spool.lanes_file(version)
+
     # --- publishing ------------------------------------------------------------------------------------------------
 
     def encode(self, request: p.Encode, on_chunk: Callable[[p.EncodedChunkFile], None]) -> p.EncodeDone:
         """Encode the version in flight; safe beside a read, because a version in flight does not change."""
-        with self._lock:
-            known = self._ledger
-        if known is None or known.in_flight is None or known.in_flight.version != request.version:
-            raise p.SpoolLost(f"version {request.version} is not in the spool.")
+        known, _ = self.in_flight(request.version)
         flight = known.in_flight
+        assert flight is not None
         started = time.monotonic()
         chunks = VersionEncoder(self._spool, self._shapes, known, self._options.chunk_bytes).run(on_chunk)
         return p.EncodeDone(

@@ -17,9 +17,11 @@ from typing import Protocol
 
 from clients.rollout import protocol as p
 from clients.rollout.gate import Gate
+from clients.rollout.p2p import GroupReceiver, Mailbox
 from engine.apply import Applier, ChunkFile, LiveChanged, LiveSet, Phase, Target
 from engine.digest import to_hex
 from engine.errors import DteError, StateConflict
+from engine.plan.operations import Delivery
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +39,8 @@ class Weights(Protocol):
         """Changes when somebody other than this protocol writes to a tensor, as far as the engine can tell."""
 
 
-def to_target(body: p.TargetBody) -> Target:
-    """The engine's form of a target."""
+def to_target(body: p.TargetBody, received: tuple[Delivery, ...] | None = None) -> Target:
+    """The engine's form of a target. `received`: what has arrived of it rank to rank."""
     return Target(
         run=body.run,
         version=body.version,
@@ -47,6 +49,7 @@ def to_target(body: p.TargetBody) -> Target:
         tensors=tuple(body.tensors),
         base_digests=body.base_digests,
         chunks=tuple(ChunkFile(Path(c.path), c.sha256, c.size_bytes, c.raw_bytes, c.entries) for c in body.chunks),
+        received=received,
     )
 
 
@@ -79,6 +82,8 @@ class ReceiverCore:
         self._writes = weights.writes()
         self._seen = (self._places, self._writes)
         self._generation = 0
+        self.mailbox = Mailbox()
+        self.group = GroupReceiver(self.mailbox)
         self._applier = Applier(weights.live())
         self._prepared_generation = 0
         self._owner_grace_s = owner_grace_s
@@ -196,7 +201,8 @@ class ReceiverCore:
             if self._applier.phase is Phase.PREPARED:
                 self._applier.abort()
             self._arm(None)
-            verdict = self._applier.prepare(to_target(body.target))
+            received = None if body.target.received is None else self.mailbox.take(body.target)
+            verdict = self._applier.prepare(to_target(body.target, received))
             self._prepared_generation = self._generation
             return p.Prepared(
                 version=verdict.version,
@@ -231,6 +237,7 @@ class ReceiverCore:
     def finalize(self, body: p.Finalize) -> p.Status:
         with self._op:
             self._applier.finalize(body.version)
+            self.mailbox.drop(body.version)
             self._arm(None)
             if self._on_install is not None:
                 self._on_install(body.version)
@@ -307,6 +314,7 @@ class ReceiverCore:
             self._deadline = None
             self._timer.notify_all()
         self._watchdog.join()
+        self.group.leave()
         self._undo("the receiver is closing")
 
     def _arm(self, after_s: float | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from clients.protocol import Model
+from clients.rollout import p2p_protocol as groups
 from clients.rollout import protocol as p
 from clients.rollout.core import ReceiverCore
 from engine.errors import DteError
@@ -28,6 +29,10 @@ def operations(core: ReceiverCore) -> Operations:
         "rollback": (p.Empty, core.rollback, True),
         "abort": (p.Empty, core.abort, True),
         "resync": (p.Resync, core.resync, True),
+        # These name their owner instead: a daemon asks on a connection of their own, because they take long.
+        "connect": (groups.Connect, core.group.connect, False),
+        "receive": (groups.Receive, core.group.receive, False),
+        "leave": (groups.Leave, core.group.leave, False),
     }
 
 

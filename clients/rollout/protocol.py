@@ -26,6 +26,7 @@ HEADER_BYTES = 4
 
 OwnerId = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 AbsolutePath = Annotated[str, StringConstraints(pattern=r"^/", max_length=4096)]
+GroupId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 WaitS = Annotated[float, Field(ge=0, le=86400)]
 
 M = TypeVar("M", bound=Model)
@@ -164,7 +165,8 @@ class ChunkBody(Model):
 
 class TargetBody(Model):
     """One version (fields of `engine.apply.Target`). In a resync all targets but the last may leave `tensors` empty: a
-    run's versions have the same tensors, and only the last one's digests are compared."""
+    run's versions have the same tensors, and only the last one's digests are compared. `received`: the P2P group in
+    which this rank has received the version, in place of `chunks`."""
 
     run: RunId
     version: Count
@@ -173,6 +175,7 @@ class TargetBody(Model):
     tensors: list[TensorDigest]
     base_digests: dict[str, Digest] | None
     chunks: list[ChunkBody]
+    received: GroupId | None = None
 
 
 class Prepare(Model):
@@ -262,7 +265,8 @@ class ReceiverClient:
     `gone` is set when the connection ends, which is how the death of the receiver's process is noticed.
     """
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, path: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.path = path
         self._reader = reader
         self._writer = writer
         self._ids = itertools.count(1)
@@ -280,7 +284,7 @@ class ReceiverClient:
             raise ReceiverGone(
                 f"no receiver answers at {path}: {error or 'timeout'}.", remedy="Start the receiver's process."
             ) from None
-        return cls(reader, writer)
+        return cls(str(path), reader, writer)
 
     async def call(self, op: str, body: Model, result: type[M], *, timeout_s: float | None = None) -> M:
         """Do one operation. ReceiverError with the receiver's code if it refuses, ReceiverGone if it is lost.

@@ -19,6 +19,7 @@ from clients.protocol import Model
 from clients.rollout import protocol as p
 from clients.rollout.core import ReceiverCore
 from clients.rollout.operations import Operations, error_body, operations
+from clients.rollout.p2p_protocol import Delegate
 from engine.errors import CodecError, DteError, InvalidInput, StateConflict
 
 log = logging.getLogger(__name__)
@@ -170,6 +171,7 @@ class ReceiverServer:
                     self._attached.clear()
             connection.close()
             if lost:
+                self.core.group.leave()
                 self.core.owner_lost()
 
     def _answer(self, connection: socket.socket, request: p.Request) -> p.Response:
@@ -181,6 +183,8 @@ class ReceiverServer:
                 body = p.parse_body(kind, request.body)
                 if owners_only or request.op == "status":
                     self._require_owner(connection, request.op, or_stranger=not owners_only)
+                if isinstance(body, Delegate) and not self.owned_by(body.owner, body.fence):
+                    raise FencedOff(f"'{request.op}' is only for the owner, not {body.owner!r}.")
                 result = function(body)
             else:
                 raise InvalidInput(f"unknown operation {request.op!r}.", remedy="See docs/receiver-contract.md.")

@@ -39,7 +39,7 @@ class ReceiverTensor:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A slice's share of an operation: `layout` maps rank (lane of the slice) to lane of the receiver's local tensor."""
+    """A slice's share of an operation: `layout` maps rank (lane of the slice) to lane of the receiver's tensor."""
 
     slice: int
     layout: Layout
@@ -80,8 +80,8 @@ class Delivery:
     """One operation of one version, as it arrived.
 
     `local`, `bits` [entries]: receiver-local lanes and their new bits. `tiles` I64 [tiles, 2]: (place in
-    `operation.parts`, tile of that slice), ascending. `dense` [dense_lanes]: the new bits of the lanes that the receiver
-    has of those tiles, tile by tile in rank order.
+    `operation.parts`, tile of that slice), ascending. `dense` [dense_lanes]: the new bits of the lanes that the
+    receiver has of those tiles, tile by tile in rank order.
     """
 
     operation: Operation

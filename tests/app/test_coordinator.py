@@ -13,6 +13,7 @@ from app.decision_events import observer
 from app.degraded import Degraded
 from app.events import EventBus
 from app.metrics import Metrics
+from app.p2p.hub import Hub
 from app.roles.base import Node
 from app.roles.coordinator import CoordinatorRole, RunWatcher
 from app.settings import Settings
@@ -30,13 +31,15 @@ def make_node(tmp_path: Path, **settings) -> Node:
     store = LocalStore(tmp_path / "store")
     metrics, events = Metrics(), EventBus(first_id=1)
     watch = observer(events, metrics)
+    known = Settings(data_dir=tmp_path / "data", poll_interval_s=0.01, run=RUN, **settings)
     return Node(
-        settings=Settings(data_dir=tmp_path / "data", poll_interval_s=0.01, run=RUN, **settings),
+        settings=known,
         store=store,
         chains=Chains(lambda run: Chain(run, store, poll_interval_s=0.01, observer=watch), RUN),
         events=events,
         metrics=metrics,
         degraded=Degraded(metrics),
+        p2p=Hub(known, events),
     )
 
 

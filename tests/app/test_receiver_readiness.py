@@ -11,8 +11,9 @@ import pytest
 
 from app.chain import Chain
 from app.degraded import Degraded
-from app.events import EventBus
+from app.main import build_node
 from app.metrics import Metrics
+from app.settings import Settings
 from app.subscriber.cache import ChunkCache
 from app.subscriber.dense import DenseRequests
 from app.subscriber.receiver import Receiver
@@ -34,24 +35,15 @@ class World:
 
     def __init__(self, folder: Path, rank: Rank, registration: ReceiverRegistration) -> None:
         self.rank = rank
-        self.events = EventBus()
-        self.metrics = Metrics()
         self.store = LocalStore(folder / "store")
-        degraded = Degraded(self.metrics)
+        node = build_node(Settings(data_dir=folder / "d"))
+        self.events, self.metrics = node.events, node.metrics
         self.cache = ChunkCache(
-            folder / "c", self.store, max_bytes=1 << 20, parallel=1, metrics=self.metrics, degraded=degraded
+            folder / "c", self.store, max_bytes=1 << 20, parallel=1, metrics=node.metrics, degraded=node.degraded
         )
         targets = Targets(Chain("r", self.store), self.cache)
-        self.receiver = Receiver(
-            registration,
-            targets,
-            UnitFiles(targets, folder / "units", max_bytes=0),
-            owner="me",
-            fence=1,
-            events=self.events,
-            metrics=self.metrics,
-            degraded=degraded,
-        )
+        files = UnitFiles(targets, folder / "units", max_bytes=0)
+        self.receiver = Receiver(node, registration, targets, files, owner="me", fence=1)
 
     async def until(self, what: Callable[[ReceiverInfo], bool]) -> ReceiverInfo:
         cursor = self.events.last_id

@@ -1,0 +1,338 @@
+"""`Meeting`: the coordinator's view of one run's members, groups and exchanges. A state machine without I/O.
+
+Invariants: at most one group exists; an exchange begins only in an open group, when every sender offers the same
+version, and each version at most once; a group one of whose members failed, left or fell silent is never used again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from app.p2p.messages import Carrier, GroupView, Join, Offer, ReceiverJoin, Report, SenderJoin, VersionHead, View
+from engine.errors import InvalidInput, StateConflict
+from engine.records import record_bytes
+from transports.p2p.roster import Roster
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.5
+LAST_PAUSE_S = 30.0
+MAX_MEMBERS = 4096
+CarrierChoice = Literal["auto", "gloo", "nccl"]
+
+
+@dataclass
+class _Member:
+    id: str
+    join: SenderJoin | ReceiverJoin
+    offer: Offer | None = None
+
+
+@dataclass
+class _Group:
+    id: str
+    senders: list[str]
+    receivers: list[str]
+    epoch: int
+    carrier: Carrier
+    until_s: float
+    roster: Roster
+    address: str = ""
+    plans: dict[str, str] = field(default_factory=dict)
+    open: bool = False
+    go: VersionHead | None = None
+    waiting: set[str] = field(default_factory=set)
+    """Members whose part in the exchange is not complete."""
+
+    @property
+    def members(self) -> list[str]:
+        return [*self.senders, *self.receivers]
+
+
+class Meeting:
+    """`timeout_s`: how long connecting, and one exchange, may take. `lease_s`: how long a daemon may be silent. On the
+    event loop only; every call ends with what it makes possible: a group, an exchange, or the end of one."""
+
+    def __init__(
+        self,
+        run: str,
+        *,
+        timeout_s: float,
+        lease_s: float,
+        carrier: CarrierChoice,
+        clock: Callable[[], float],
+        notice: Callable[[str, dict[str, object]], object] = lambda kind, data: None,
+    ) -> None:
+        self.run = run
+        self._timeout_s = timeout_s
+        self._lease_s = lease_s
+        self._carrier: CarrierChoice = carrier
+        self._clock = clock
+        self._notice = notice
+        self._members: dict[str, _Member] = {}
+        self._seen: dict[str, float] = {}
+        self._group: _Group | None = None
+        self._last: int | None = None
+        self._trouble = ""
+        self._failures = 0
+        self._not_before_s = 0.0
+        self._exchange: dict[str, Report] = {}
+        self._instance = secrets.token_hex(4)
+        self._seq = 0
+        self._changed = asyncio.Event()
+
+    # --- what daemons say -------------------------------------------------------------------------------------------
+
+    def join(self, join: Join) -> str:
+        """Take a member in, or again; returns its identifier."""
+        member = member_id(join)
+        self._seen[join.daemon] = self._clock()
+        known = self._members.get(member)
+        if known is None or known.join != join:
+            if known is None and len(self._members) >= MAX_MEMBERS:
+                raise StateConflict(f"{MAX_MEMBERS} members have joined run {self.run!r} already.")
+            if isinstance(join, SenderJoin) and join.rank >= join.world:
+                raise InvalidInput(f"trainer rank {join.rank} does not exist in a world of {join.world}.")
+            if isinstance(join, ReceiverJoin):
+                self._drop_lives_before(join)
+            self._drop(member, "it joined anew")
+            self._members[member] = _Member(member, join)
+            self._bump()
+            self._settle()
+        return member
+
+    def leave(self, member: str) -> None:
+        """A member is gone. Idempotent."""
+        self._drop(member, "it left")
+        self._settle()
+
+    def seen(self, daemon: str) -> None:
+        """The daemon has asked: its members live."""
+        if daemon:
+            self._seen[daemon] = self._clock()
+
+    def offer(self, member: str, offer: Offer) -> None:
+        """A sender has read a version. StateConflict if nobody knows the member."""
+        known = self._members.get(member)
+        if known is None:
+            raise StateConflict(f"{member!r} has not joined.", remedy="Join again.")
+        if known.offer != offer:
+            known.offer = offer
+            self._settle()
+
+    def report(self, group: str, member: str, report: Report) -> None:
+        """StateConflict if that group is over, or the member is not in it."""
+        g = self._group
+        if g is None or g.id != group or member not in g.members:
+            raise StateConflict(f"group {group} is over.", remedy="Ask for the present one.")
+        if report.what == "failed":
+            self._exchange[member] = report
+            # It joins again when it can, so that who always fails does not keep the others from a group for ever.
+            self._members.pop(member, None)
+            self._dissolve(f"{member}: {report.why}", failed=True)
+        elif report.what == "hosting":
+            if member != g.members[0] or not report.address:
+                raise InvalidInput("only the group's first member hosts its store, and says where.")
+            g.address = report.address
+        elif report.what == "connected":
+            g.plans[member] = report.plan or ""
+            self._open(g)
+        elif report.what == "done" and g.go is not None and report.version == g.go.version:
+            self._exchange[member] = report
+            g.waiting.discard(member)
+            if not g.waiting:
+                self._failures = 0
+                self._notice("p2p-exchanged", {"version": g.go.version, "members": len(g.members)})
+        self._bump()
+        self._settle()
+
+    # --- what they are told -----------------------------------------------------------------------------------------
+
+    def view(self) -> View:
+        g = self._group
+        return View(
+            instance=self._instance,
+            seq=self._seq,
+            run=self.run,
+            members=sorted(self._members),
+            last=self._last,
+            trouble=self._trouble,
+            exchange=dict(self._exchange),
+            group=None
+            if g is None
+            else GroupView(
+                id=g.id,
+                state="open" if g.open else "forming",
+                carrier=g.carrier,
+                epoch=g.epoch,
+                members=g.members,
+                senders=len(g.senders),
+                address=g.address,
+                plan=next(iter(g.plans.values()), None),
+                go=g.go,
+                exchanging=bool(g.waiting),
+            ),
+        )
+
+    def roster(self, group: str) -> Callable[[], bytes]:
+        """What gives the layouts of the group's members as canonical JSON: work for a thread. StateConflict if the
+        group is over."""
+        if self._group is None or self._group.id != group:
+            raise StateConflict(f"group {group} is over.", remedy="Ask for the present one.")
+        roster = self._group.roster
+        return lambda: record_bytes(roster)
+
+    async def wait(self, tag: str, timeout_s: float) -> View:
+        """The view, as soon as it is another than `tag`, or after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while (view := self.view()).tag == tag:
+                    await self._changed.wait()
+        except TimeoutError:
+            return self.view()
+        return view
+
+    @property
+    def idle(self) -> bool:
+        """True when nobody has joined."""
+        return not self._members
+
+    def tick(self) -> None:
+        """Notice silence: daemons whose lease has ended, connecting and exchanges that take too long."""
+        now = self._clock()
+        silent = {d for d, at in self._seen.items() if now - at > self._lease_s}
+        for member in [m.id for m in self._members.values() if m.join.daemon in silent]:
+            self._drop(member, f"its daemon has been silent for {self._lease_s:g} s")
+        for daemon in silent:
+            del self._seen[daemon]
+        g = self._group
+        if g is not None and now >= g.until_s and (g.waiting or not g.open):
+            late = sorted(g.waiting) if g.open else [m for m in g.members if m not in g.plans]
+            for member in late:
+                self._members.pop(member, None)
+            what = "exchange" if g.open else "connect"
+            self._dissolve(f"{', '.join(late[:3])} did not {what} within {self._timeout_s:g} s", failed=True)
+        self._settle()
+
+    # --- transitions ------------------------------------------------------------------------------------------------
+
+    def _drop_lives_before(self, join: ReceiverJoin) -> None:
+        for other in list(self._members.values()):
+            their = other.join
+            if isinstance(their, ReceiverJoin) and their.receiver == join.receiver and their.life != join.life:
+                self._drop(other.id, "another life of its receiver joined")
+
+    def _drop(self, member: str, why: str) -> None:
+        if self._members.pop(member, None) is None:
+            return
+        self._bump()
+        if self._group is not None and member in self._group.members:
+            self._dissolve(f"{member}: {why}", failed=bool(self._group.waiting) or not self._group.open)
+
+    def _dissolve(self, why: str, *, failed: bool) -> None:
+        g, self._group = self._group, None
+        if g is None:
+            return
+        if failed:
+            self._failures += 1
+            pause_s = min(LAST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self._failures - 1))
+            self._not_before_s = self._clock() + pause_s
+            self._trouble = why
+            log.warning("run %s: group %s is over: %s", self.run, g.id, why)
+        self._notice("p2p-group-ended", {"group": g.id, "why": why, "failed": failed})
+        self._bump()
+
+    def _open(self, g: _Group) -> None:
+        if len(g.plans) < len(g.members):
+            return
+        if len(set(g.plans.values())) > 1:
+            self._dissolve("its members computed different plans", failed=True)
+            return
+        g.open = True
+        self._trouble = ""
+        self._notice("p2p-group-open", {"group": g.id, "senders": len(g.senders), "receivers": len(g.receivers)})
+
+    def _settle(self) -> None:
+        g = self._group
+        wanted = self._wanted()
+        if g is not None and not g.waiting and wanted is not None and wanted != (g.senders, g.receivers):
+            self._dissolve("its members changed", failed=False)
+            g = None
+        if g is None and wanted is not None and self._clock() >= self._not_before_s:
+            self._form(*wanted)
+        elif g is not None and g.open and not g.waiting:
+            self._begin(g)
+
+    def _wanted(self) -> tuple[list[str], list[str]] | None:
+        """All ranks of the newest launch, and every receiver all of whose ranks are there; None if one side is missing.
+        A launch of a higher epoch takes the place of the one before as soon as one of its ranks is here."""
+        joins = [m.join for m in self._members.values()]
+        epoch = max((j.epoch for j in joins if isinstance(j, SenderJoin)), default=0)
+        ranks = {j.rank: j for j in joins if isinstance(j, SenderJoin) and j.epoch == epoch}
+        if not ranks or len(ranks) < next(iter(ranks.values())).world:
+            return None
+        engines: dict[str, dict[int, ReceiverJoin]] = {}
+        for j in joins:
+            if isinstance(j, ReceiverJoin):
+                engines.setdefault(j.receiver, {})[j.rank] = j
+        whole = [e for _, e in sorted(engines.items()) if len(e) == next(iter(e.values())).ranks]
+        if not whole:
+            return None
+        return [member_id(ranks[r]) for r in sorted(ranks)], [member_id(e[r]) for e in whole for r in sorted(e)]
+
+    def _form(self, senders: list[str], receivers: list[str]) -> None:
+        sending = [j for m in senders if isinstance(j := self._members[m].join, SenderJoin)]
+        receiving = [j for m in receivers if isinstance(j := self._members[m].join, ReceiverJoin)]
+        tensors = {t.name: t for j in sending for t in j.tensors}
+        roster = Roster(
+            run=self.run,
+            epoch=sending[0].epoch,
+            launch=sending[0].launch,
+            tensors=[tensors[n] for n in sorted(tensors)],
+            senders=[j.slices for j in sending],
+            receivers=[j.tensors for j in receiving],
+        )
+        devices = [*(j.device for j in sending), *(j.device for j in receiving)]
+        distinct = all(devices) and len(set(devices)) == len(devices)
+        self._group = g = _Group(
+            id=secrets.token_hex(8),
+            senders=senders,
+            receivers=receivers,
+            epoch=sending[0].epoch,
+            # NCCL refuses two ranks on one GPU, and has no use for a rank without one.
+            carrier="nccl" if self._carrier == "nccl" or (self._carrier == "auto" and distinct) else "gloo",
+            until_s=self._clock() + 1.5 * self._timeout_s,
+            roster=roster,
+        )
+        self._notice("p2p-group-forming", {"group": g.id, "senders": len(senders), "receivers": len(receivers)})
+        self._bump()
+
+    def _begin(self, g: _Group) -> None:
+        offers = [offer for m in g.senders if (offer := self._members[m].offer) is not None]
+        if len(offers) < len(g.senders) or len({o.head.model_dump_json() for o in offers}) > 1:
+            return
+        head = offers[0].head
+        if head.epoch != g.epoch or (self._last is not None and head.version <= self._last):
+            return
+        self._last, self._exchange = head.version, {}
+        if not any(o.skip for o in offers):
+            g.go, g.waiting = head, set(g.members)
+            g.until_s = self._clock() + 1.5 * self._timeout_s
+        self._bump()
+
+    def _bump(self) -> None:
+        self._seq += 1
+        event, self._changed = self._changed, asyncio.Event()
+        event.set()
+
+
+def member_id(join: SenderJoin | ReceiverJoin) -> str:
+    """What the member is called."""
+    if isinstance(join, SenderJoin):
+        return f"trainer:{join.launch}:{join.rank}"
+    return f"receiver:{join.receiver}:{join.life}:{join.rank}"

@@ -1,0 +1,58 @@
+"""The meetings of all runs at one coordinator. Soft state: after a restart the daemons join again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+from app.events import EventBus
+from app.p2p.meeting import Meeting
+from app.settings import Settings
+from engine.errors import StateConflict
+
+MAX_RUNS = 256
+TICK_S = 0.25
+
+
+class Meetings:
+    """One `Meeting` a run, made when somebody joins or asks."""
+
+    def __init__(self, settings: Settings, events: EventBus) -> None:
+        self._settings = settings
+        self._events = events
+        self._meetings: dict[str, Meeting] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def get(self, run: str) -> Meeting:
+        """The run's meeting. StateConflict above MAX_RUNS runs."""
+        meeting = self._meetings.get(run)
+        if meeting is None:
+            for idle in [name for name, m in self._meetings.items() if m.idle]:
+                del self._meetings[idle]
+            if len(self._meetings) >= MAX_RUNS:
+                raise StateConflict(f"{MAX_RUNS} runs meet at this coordinator already.", remedy="Use another one.")
+            meeting = self._meetings[run] = Meeting(
+                run,
+                timeout_s=self._settings.p2p_timeout_s,
+                lease_s=self._settings.p2p_lease_s,
+                carrier=self._settings.p2p_carrier,
+                clock=time.monotonic,
+                notice=lambda kind, data: self._events.publish(kind, run, **data),
+            )
+        return meeting
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._tick(), name="p2p-meetings")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            for meeting in list(self._meetings.values()):
+                meeting.tick()

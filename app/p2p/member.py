@@ -1,0 +1,62 @@
+"""What a daemon must be able to do for one member of a group, whichever side it is on."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.p2p.messages import Carrier, Join, VersionHead
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A member's place in a group. `side`: its number among the senders, or among the receivers. `roster`: a local file
+    with the layouts, and its SHA-256."""
+
+    group: str
+    rank: int
+    size: int
+    side: int
+    carrier: Carrier
+    address: str
+    roster: Path
+    roster_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What a member sent or received of one version."""
+
+    entries: int
+    bytes: int
+    ms: float
+
+
+class Member(ABC):
+    """One rank that this daemon speaks for. Errors are `DteError`s; each call ends within the P2P timeout, or when
+    `leave` is called beside it."""
+
+    @abstractmethod
+    async def join(self, daemon: str) -> Join:
+        """What the coordinator must know of it. `daemon`: who speaks for it."""
+
+    @abstractmethod
+    async def host(self) -> str:
+        """Keep the group's store in the rank's process; its address as HOST:PORT."""
+
+    @abstractmethod
+    async def connect(self, seat: Seat) -> str:
+        """Connect to all other members and agree on the plan; returns the plan's digest."""
+
+    @abstractmethod
+    async def exchange(self, seat: Seat, head: VersionHead) -> Moved:
+        """Send or receive one version."""
+
+    @abstractmethod
+    async def leave(self) -> None:
+        """Give up the group, and whatever is going on in it. Never raises."""
+
+    @abstractmethod
+    def settled(self, group: str, version: int, problem: str) -> None:
+        """The member's part in the exchange of `version` has ended, with `problem` "" if it is complete."""

@@ -1,0 +1,307 @@
+"""`Rendezvous`: keeps this daemon's members of one run in the coordinator's groups.
+
+Invariants: a member is in at most one group, and leaves it before it enters another; whatever fails, the member ends up
+outside every group and joins again, with growing pauses. Nothing here delays a version: who is not in a group has the
+store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+from pydantic import BaseModel
+
+from app.p2p.member import Member, Seat
+from app.p2p.messages import GroupView, Joined, Offer, Report, VersionHead, View
+from clients.errors import ClientError
+from clients.http import AsyncSender, Call, Options, nothing, one
+from engine.errors import DteError, StateConflict
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+WAIT_S = 5.0
+FIRST_PAUSE_S = 0.2
+LAST_PAUSE_S = 10.0
+OFFER_S = 1.0
+
+
+class GroupOver(StateConflict):
+    """The group has ended while something was going on in it."""
+
+    code = "p2p-group-over"
+
+
+class Rendezvous:
+    """`daemon`: this process, to the coordinator. `directory`: where rosters are kept for the ranks to read."""
+
+    def __init__(
+        self,
+        run: str,
+        url: str,
+        *,
+        token: str | None,
+        daemon: str,
+        directory: Path,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.run = run
+        self._daemon = daemon
+        self._directory = directory
+        self._http = AsyncSender(url, token=token, options=Options(attempts=2, answer_s=5.0), transport=transport)
+        self._followers: dict[Member, asyncio.Task[None]] = {}
+        self._names: dict[Member, str] = {}
+        self._rosters: dict[str, asyncio.Future[tuple[Path, str]]] = {}
+        self._changed = asyncio.Event()
+        self._poll: asyncio.Task[None] | None = None
+        self.view: View | None = None
+        """The coordinator's view as it was last seen; None while it does not answer."""
+
+    # --- members ----------------------------------------------------------------------------------------------------
+
+    def add(self, member: Member) -> None:
+        """Bring the member into groups from now on."""
+        if self._poll is None:
+            self._poll = asyncio.create_task(self._look(), name=f"p2p-{self.run}")
+        self._followers[member] = asyncio.create_task(self._follow(member), name=f"p2p-member-{self.run}")
+
+    async def remove(self, member: Member) -> None:
+        """The member is gone. Idempotent."""
+        task = self._followers.pop(member, None)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+            name = self._names.pop(member, None)
+            if name is not None:
+                with contextlib.suppress(ClientError, TimeoutError):
+                    await self._send("DELETE", f"members/{name}", within_s=OFFER_S)
+
+    async def aclose(self) -> None:
+        """Take all members out and close."""
+        await asyncio.gather(*(self.remove(m) for m in list(self._followers)))
+        if self._poll is not None:
+            self._poll.cancel()
+            await asyncio.wait([self._poll])
+        await self._http.aclose()
+
+    async def offer(self, member: Member, offer: Offer) -> bool:
+        """The member has read a version. False if the coordinator could not be told in time: then the version goes
+        through the store."""
+        name = self._names.get(member)
+        if name is None:
+            return False
+        try:
+            await self._send("PUT", f"members/{name}/offer", offer, within_s=OFFER_S)
+        except (ClientError, TimeoutError) as error:
+            log.info("run %s: version %d is not offered: %s", self.run, offer.head.version, error or "no answer")
+            return False
+        return True
+
+    def seat_of(self, member: Member) -> GroupView | None:
+        """The group the member is in, as last seen."""
+        group = None if self.view is None else self.view.group
+        return group if group is not None and self._names.get(member) in group.members else None
+
+    async def refresh(self) -> View | None:
+        """The view as it is now; None if the coordinator does not answer in time."""
+        with contextlib.suppress(ClientError, TimeoutError):
+            async with asyncio.timeout(OFFER_S):
+                self._see(await self._get_view("", 0.0))
+        return self.view
+
+    async def until(self, reached: Callable[[], T | None]) -> T:
+        """Wait for views until `reached` gives something."""
+        while (found := reached()) is None:
+            await self._changed.wait()
+        return found
+
+    # --- the coordinator's view -------------------------------------------------------------------------------------
+
+    async def _get_view(self, tag: str, wait_s: float) -> View:
+        params: dict[str, str | int | float] = {"daemon": self._daemon, "tag": tag, "wait": wait_s}
+        return await self._http.send(Call("GET", f"/p2p/{self.run}", one(View), params=params, wait_s=wait_s))
+
+    async def _look(self) -> None:
+        silent = False
+        while True:
+            try:
+                tag = "" if self.view is None else self.view.tag
+                self._see(await self._get_view(tag, WAIT_S))
+                silent = False
+            except ClientError as error:
+                if not silent:
+                    log.warning("run %s: the P2P coordinator does not answer: %s", self.run, error)
+                silent = True
+                self._see(None)
+                await asyncio.sleep(1.0)
+            except Exception:
+                log.exception("run %s: looking at the P2P group failed", self.run)
+                await asyncio.sleep(1.0)
+
+    def _see(self, view: View | None) -> None:
+        known = self.view
+        if view == known:
+            return
+        if view is not None and known is not None and view.instance == known.instance and view.seq < known.seq:
+            return  # an answer that was overtaken
+        self.view = view
+        event, self._changed = self._changed, asyncio.Event()
+        event.set()
+
+    def _group(self, group: str) -> GroupView:
+        """The group as it is now; GroupOver if it is another one's turn. A silent coordinator ends no group."""
+        if self.view is not None and (self.view.group is None or self.view.group.id != group):
+            raise GroupOver(f"P2P group {group} is over.")
+        if self.view is None or self.view.group is None:
+            raise GroupOver("the P2P coordinator does not answer.")
+        return self.view.group
+
+    # --- one member -------------------------------------------------------------------------------------------------
+
+    async def _follow(self, member: Member) -> None:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                name = await self._join(member)
+                while True:
+                    group = await self.until(lambda name=name: self._mine(name))  # type: ignore[misc]
+                    await self._live(member, name, group)
+                    pause_s = FIRST_PAUSE_S
+            except GroupOver as error:
+                log.info("run %s: %s: %s", self.run, self._names.get(member, "a member"), error)
+            except DteError as error:
+                log.warning("run %s: %s: %s", self.run, self._names.get(member, "a member"), error)
+            except Exception:
+                log.exception("run %s: a P2P member failed", self.run)
+            self._names.pop(member, None)
+            await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
+            pause_s = min(LAST_PAUSE_S, 1.7 * pause_s)
+
+    async def _join(self, member: Member) -> str:
+        body = await member.join(self._daemon)
+        name = (await self._http.send(Call("POST", f"/p2p/{self.run}/members", one(Joined), body=body))).member
+        self._see(await self._get_view("", 0.0))
+        self._names[member] = name
+        return name
+
+    def _mine(self, name: str) -> GroupView | None:
+        """The group in which the member has a seat. GroupOver if the coordinator does not know the member any more: it
+        has to join again."""
+        view = self.view
+        if view is None:
+            return None
+        if name not in view.members:
+            raise GroupOver(f"{name} has to join again.")
+        return view.group if view.group is not None and name in view.group.members else None
+
+    async def _live(self, member: Member, name: str, group: GroupView) -> None:
+        """A member's life in one group, to its end."""
+        life = asyncio.ensure_future(self._take_part(member, name, group))
+        over = asyncio.ensure_future(self._over(group.id))
+        try:
+            await asyncio.wait([life, over], return_when=asyncio.FIRST_COMPLETED)
+            if not life.done():
+                await member.leave()  # ends what is going on, so that the next group need not wait for it
+                await asyncio.wait([life])
+            error = life.exception()
+            if error is not None:
+                why = str(error) if isinstance(error, DteError) else f"{type(error).__name__}: {error}"
+                if not isinstance(error, GroupOver) and not over.done():
+                    with contextlib.suppress(ClientError, TimeoutError):
+                        await self._report(name, group.id, Report(what="failed", why=why[:1000]))
+                    raise error
+                if not isinstance(error, DteError):
+                    raise error
+                log.info("run %s: %s left group %s: %s", self.run, name, group.id, why)
+        finally:
+            for task in (life, over):
+                task.cancel()
+            await asyncio.gather(life, over, return_exceptions=True)
+            await member.leave()
+
+    async def _over(self, group: str) -> None:
+        """Return when the group has ended."""
+
+        def ended() -> bool | None:
+            view = self.view
+            return True if view is not None and (view.group is None or view.group.id != group) else None
+
+        await self.until(ended)
+
+    async def _take_part(self, member: Member, name: str, group: GroupView) -> None:
+        rank = group.members.index(name)
+        if rank == 0:
+            address = await member.host()
+            await self._report(name, group.id, Report(what="hosting", address=address))
+        else:
+            address = await self.until(lambda: self._group(group.id).address or None)
+        path, sha256 = await self._roster(group.id)
+        side = rank if rank < group.senders else rank - group.senders
+        seat = Seat(group.id, rank, len(group.members), side, group.carrier, address, path, sha256)
+        plan = await member.connect(seat)
+        await self._report(name, group.id, Report(what="connected", plan=plan))
+        done = -1
+        while True:
+            head = await self.until(lambda after=done: self._next_go(group.id, after))  # type: ignore[misc]
+            done = head.version
+            try:
+                moved = await member.exchange(seat, head)
+            except Exception as error:
+                member.settled(group.id, done, str(error) or type(error).__name__)
+                raise
+            member.settled(group.id, done, "")
+            await self._report(
+                name,
+                group.id,
+                Report(what="done", version=done, entries=moved.entries, bytes=moved.bytes, ms=moved.ms),
+            )
+
+    def _next_go(self, group: str, after: int) -> VersionHead | None:
+        view = self.view
+        if view is None:
+            return None  # the coordinator is away: nothing begins, and nothing has ended
+        head = self._group(group).go
+        return head if head is not None and head.version > after else None
+
+    async def _roster(self, group: str) -> tuple[Path, str]:
+        """The group's roster in a local file, downloaded once for all members of this daemon."""
+        known = self._rosters.get(group)
+        if known is None:
+            known = self._rosters[group] = asyncio.ensure_future(self._download(group))
+            for old in [g for g in self._rosters if g != group]:
+                self._rosters.pop(old).cancel()
+        return await asyncio.shield(known)
+
+    async def _download(self, group: str) -> tuple[Path, str]:
+        data = await self._http.send(
+            Call("GET", f"/p2p/{self.run}/groups/{group}/roster", lambda response: response.content)
+        )
+
+        def write() -> tuple[Path, str]:
+            self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for old in self._directory.glob("*.json"):
+                old.unlink(missing_ok=True)
+            path = self._directory / f"{group}.json"
+            path.write_bytes(data)
+            return path.absolute(), hashlib.sha256(data).hexdigest()
+
+        return await asyncio.to_thread(write)
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+
+    async def _report(self, name: str, group: str, report: Report) -> None:
+        await self._send("POST", f"groups/{group}/reports/{name}", report)
+
+    async def _send(
+        self, method: str, path: str, body: BaseModel | None = None, *, within_s: float | None = None
+    ) -> None:
+        async with asyncio.timeout(within_s):
+            await self._http.send(Call(method, f"/p2p/{self.run}/{path}", nothing, body=body))

@@ -1,0 +1,120 @@
+"""`TrainerMember`: one trainer rank in the groups of its run, as the daemon sees it: the rank's worker does the work.
+
+One invariant: nothing here holds up the version: it is offered within a bounded time, and delivered to the store
+whatever becomes of the offer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TypeVar
+
+from app.p2p.member import Member, Moved, Seat
+from app.p2p.messages import Join, Offer, SenderJoin, VersionHead
+from app.p2p.rendezvous import Rendezvous
+from app.publisher.link import WorkerLink
+from app.roles.base import Node
+from app.worker import protocol as p
+from clients.protocol import Model, RankRegistration
+from engine.errors import DteError
+from transports.p2p.roster import RosterSlice
+
+log = logging.getLogger(__name__)
+M = TypeVar("M", bound=Model)
+
+
+class TrainerMember(Member):
+    """Add it to a rendezvous with `enter`; `offer` what the worker has in flight."""
+
+    def __init__(self, node: Node, link: WorkerLink, registration: RankRegistration, epoch: int) -> None:
+        self._node = node
+        self._link = link
+        self._registration = registration
+        self._epoch = epoch
+        self._rendezvous: Rendezvous | None = None
+
+    def enter(self) -> None:
+        """Take part from now on."""
+        self._rendezvous = self._node.p2p.rendezvous(self._registration.run)
+        self._rendezvous.add(self)
+
+    async def aclose(self) -> None:
+        """Take no further part."""
+        if self._rendezvous is not None:
+            await self._rendezvous.remove(self)
+
+    async def offer(self, version: int) -> None:
+        """Say that the version in flight can be sent. Never raises: at worst receivers take it from the store."""
+        if self._rendezvous is None or self._rendezvous.view is None:
+            return  # nobody to tell
+        try:
+            pinned = await self._ask(p.P2PPin(version=version), p.P2PPinned)
+            head = VersionHead(epoch=pinned.epoch, version=pinned.version, base=pinned.base, step=pinned.step)
+            skip = pinned.bytes > self._node.settings.p2p_max_bytes
+            if not await self._rendezvous.offer(self, Offer(head=head, skip=skip)):
+                self._node.degraded.count("p2p-not-offered", detail=f"rank {self._registration.rank}, {version}")
+        except Exception as error:
+            log.warning("version %d is not offered", version, exc_info=not isinstance(error, DteError))
+            self._node.degraded.count("p2p-not-offered", detail=f"rank {self._registration.rank}: {error}")
+
+    # --- Member -----------------------------------------------------------------------------------------------------
+
+    async def join(self, daemon: str) -> Join:
+        r = self._registration
+        known = await self._ask(p.P2PSlices(), p.P2PSlicesDone)
+        return SenderJoin(
+            daemon=daemon,
+            launch=r.launch,
+            epoch=self._epoch,
+            rank=r.rank,
+            world=r.world,
+            tensors=r.tensors,
+            slices=[RosterSlice(slice=s.slice, tensor=s.tensor, lanes=s.lanes, blocks=s.blocks) for s in known.slices],
+            device=known.device,
+        )
+
+    async def host(self) -> str:
+        return (await self._ask(p.P2PHost(host=self._node.settings.p2p_address), p.P2PHosted)).address
+
+    async def connect(self, seat: Seat) -> str:
+        settings = self._node.settings
+        request = p.P2PConnect(
+            group=seat.group,
+            address=seat.address,
+            rank=seat.rank,
+            size=seat.size,
+            side=seat.side,
+            carrier=seat.carrier,
+            bind_host=settings.p2p_address,
+            roster=str(seat.roster),
+            roster_sha256=seat.roster_sha256,
+            timeout_s=settings.p2p_timeout_s,
+        )
+        return (await self._ask(request, p.P2PConnected)).plan
+
+    async def exchange(self, seat: Seat, head: VersionHead) -> Moved:
+        settings = self._node.settings
+        request = p.P2PSend(
+            group=seat.group,
+            version=head.version,
+            bucket_bytes=settings.p2p_bucket_bytes,
+            timeout_s=settings.p2p_timeout_s,
+        )
+        sent = await self._ask(request, p.P2PSent)
+        self._node.metrics.p2p_bytes.labels("sent").inc(sent.bytes)
+        self._node.metrics.stage_seconds.labels("p2p-send").observe(sent.ms / 1e3)
+        return Moved(sent.entries, sent.bytes, sent.ms)
+
+    async def leave(self) -> None:
+        with contextlib.suppress(DteError):
+            if self._link.pid is not None:
+                await self._ask(p.P2PLeave(), p.Done)
+
+    def settled(self, group: str, version: int, problem: str) -> None:
+        if problem:
+            self._node.degraded.count("p2p-failed", detail=f"sending version {version}: {problem}")
+
+    async def _ask(self, request: Model, reply: type[M]) -> M:
+        """Ask the worker once: a worker that died has forgotten its group."""
+        return await (await self._link.ready()).call(request, reply)

@@ -1,0 +1,111 @@
+"""`GroupEnd`: one process's end of at most one group, and of nothing when it has left.
+
+One invariant: after `leave` returns, no carrier of an earlier `connect` stays open, also not of one that was still
+connecting.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from engine.errors import InvalidInput, StateConflict
+from engine.plan.planning import Plan
+from transports.p2p.base import Carrier
+from transports.p2p.planning import plan_of, read_roster
+from transports.p2p.process_group import connect
+from transports.p2p.rounds import agree
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A seat in a group. `address`: HOST:PORT of its store. `side`: this rank's number among the senders, or among the
+    receivers."""
+
+    group: str
+    address: str
+    rank: int
+    size: int
+    side: int
+    carrier: Literal["gloo", "nccl"]
+    bind_host: str
+    roster: Path
+    roster_sha256: str
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Seated:
+    """A group that is connected and agreed upon."""
+
+    place: Place
+    carrier: Carrier
+    plan: Plan
+
+
+def host_port(address: str) -> tuple[str, int]:
+    """HOST:PORT (also [V6]:PORT) in two; InvalidInput if it is none."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise InvalidInput(f"not an address: {address[:200]!r}.", remedy="HOST:PORT is needed.")
+    return host.strip("[]"), int(port)
+
+
+class GroupEnd:
+    """`leave` may be called from any thread and ends what another one is doing here; the rest from one at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seated: Seated | None = None
+        self._left = 0
+
+    def connect(self, place: Place) -> Plan:
+        """Connect to all members, compute the plan, and agree on it with all of them.
+
+        CodecError, LayoutError or InvalidInput where the roster makes no plan; P2PError where members cannot be reached
+        or have another plan; StateConflict if `leave` came in between.
+        """
+        self.leave()
+        with self._lock:
+            before = self._left
+        deadline = time.monotonic() + place.timeout_s
+        plan = plan_of(read_roster(place.roster, place.roster_sha256))
+        carrier = connect(
+            host_port(place.address),
+            place.group,
+            place.rank,
+            place.size,
+            kind=place.carrier,
+            bind_host=place.bind_host,
+            timeout_s=max(0.1, deadline - time.monotonic()),
+        )
+        try:
+            agree(carrier, plan, max(0.1, deadline - time.monotonic()))
+        except BaseException:
+            carrier.close()
+            raise
+        with self._lock:
+            if self._left == before:
+                self._seated = Seated(place, carrier, plan)
+                return plan
+        carrier.close()
+        raise StateConflict("the group ended while this rank was connecting to it.")
+
+    def seated(self, group: str) -> Seated:
+        """The group as it is connected; StateConflict if it is another one, or none."""
+        with self._lock:
+            seated = self._seated
+        if seated is None or seated.place.group != group:
+            raise StateConflict(f"this rank is not in group {group}.", remedy="The group is formed anew.")
+        return seated
+
+    def leave(self) -> None:
+        """Close what is open. Idempotent."""
+        with self._lock:
+            self._left += 1
+            seated, self._seated = self._seated, None
+        if seated is not None:
+            seated.carrier.close()
