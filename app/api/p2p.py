@@ -18,7 +18,9 @@ MAX_WAIT_S = 60.0
 RunPath = Annotated[RunId, Path(description="The run.")]
 GroupPath = Annotated[str, Path(pattern=r"^[0-9a-f]{16}$", description="The group.")]
 MemberPath = Annotated[str, Path(max_length=256, description="The member, as joining named it.")]
-_OVER: dict[int | str, dict[str, Any]] = {409: {"model": Problem, "description": "The group is over, or the member has to join again."}}
+_OVER: dict[int | str, dict[str, Any]] = {
+    409: {"model": Problem, "description": "The group is over, or the member has to join again."}
+}
 
 
 def p2p_router(meetings: Meetings) -> APIRouter:

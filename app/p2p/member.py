@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from app.p2p.messages import Carrier, Join, VersionHead
@@ -26,11 +26,12 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What a member sent or received of one version."""
+    """What a member sent or received of one version. `pairs`: bytes by receiver, of a sender."""
 
     entries: int
     bytes: int
     ms: float
+    pairs: dict[int, int] = field(default_factory=dict)
 
 
 class Member(ABC):

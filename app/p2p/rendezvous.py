@@ -261,7 +261,14 @@ class Rendezvous:
             await self._report(
                 name,
                 group.id,
-                Report(what="done", version=done, entries=moved.entries, bytes=moved.bytes, ms=moved.ms),
+                Report(
+                    what="done",
+                    version=done,
+                    entries=moved.entries,
+                    bytes=moved.bytes,
+                    ms=moved.ms,
+                    pairs=moved.pairs,
+                ),
             )
 
     def _next_go(self, group: str, after: int) -> VersionHead | None:

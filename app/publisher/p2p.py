@@ -104,7 +104,7 @@ class TrainerMember(Member):
         sent = await self._ask(request, p.P2PSent)
         self._node.metrics.p2p_bytes.labels("sent").inc(sent.bytes)
         self._node.metrics.stage_seconds.labels("p2p-send").observe(sent.ms / 1e3)
-        return Moved(sent.entries, sent.bytes, sent.ms)
+        return Moved(sent.entries, sent.bytes, sent.ms, sent.pairs)
 
     async def leave(self) -> None:
         with contextlib.suppress(DteError):
