@@ -37,6 +37,7 @@ class Meetings:
                 timeout_s=self._settings.p2p_timeout_s,
                 lease_s=self._settings.p2p_lease_s,
                 carrier=self._settings.p2p_carrier,
+                bucket_bytes=self._settings.p2p_bucket_bytes,
                 clock=time.monotonic,
                 notice=lambda kind, data: self._events.publish(kind, run, **data),
             )

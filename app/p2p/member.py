@@ -19,6 +19,7 @@ class Seat:
     size: int
     side: int
     carrier: Carrier
+    bucket_bytes: int
     address: str
     roster: Path
     roster_sha256: str

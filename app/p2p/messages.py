@@ -87,12 +87,13 @@ class Report(Model):
 
 
 class GroupView(Model):
-    """The group as it is now. Member i of `members` has rank i in it; the first `senders` of them are trainer ranks.
+    """The group as it is now; `bucket_bytes` is the largest message of its exchanges. Member i of `members` has rank i in it; the first `senders` of them are trainer ranks.
     `go`: the version whose exchange has begun last in this group."""
 
     id: GroupId
     state: Literal["forming", "open"]
     carrier: Carrier
+    bucket_bytes: Annotated[int, Field(ge=1)]
     epoch: int
     members: list[MemberId]
     senders: int

@@ -98,7 +98,7 @@ class TrainerMember(Member):
         request = p.P2PSend(
             group=seat.group,
             version=head.version,
-            bucket_bytes=settings.p2p_bucket_bytes,
+            bucket_bytes=seat.bucket_bytes,
             timeout_s=settings.p2p_timeout_s,
         )
         sent = await self._ask(request, p.P2PSent)
