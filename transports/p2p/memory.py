@@ -1,7 +1,7 @@
 """Members of a group as threads of one process: for tests, and to try the exchange without a network.
 
-One invariant: a call is done only when both sides have posted it, as with real carriers, so what would deadlock or shift
-there does so here; calls of unequal length are an error and never a short read.
+One invariant: a call is done only when both sides have posted it, as with real carriers, so what would deadlock or
+shift there does so here; calls of unequal length are an error and never a short read.
 """
 
 from __future__ import annotations

@@ -28,9 +28,6 @@ COUNTS_DTYPE = np.dtype("<i8")
 ALIGNMENT = 8
 """Every array of the payload starts at a multiple of this, so that it can be used where it arrived."""
 
-if HEADER.size != 104:
-    raise AssertionError(HEADER.size)
-
 
 @dataclass(frozen=True, slots=True)
 class VersionHead:
