@@ -40,7 +40,7 @@ class _GlooPending(Pending):
             raise self._carrier.failure(error, self._member, deadline) from error
         if done is False:
             raise self._carrier.failure(RuntimeError("the call was aborted"), self._member, deadline)
-        self._work = None
+        self._carrier.forget(self)
 
 
 class GlooCarrier(Carrier):
@@ -54,6 +54,8 @@ class GlooCarrier(Carrier):
         self._posting = threading.Lock()
         self._closed = False
         self._given_up: int | None = None
+        # What is posted keeps its memory here until it is done or the connections are closed: Gloo may still use it.
+        self._posted: set[Pending] = set()
 
     @property
     def rank(self) -> int:
@@ -78,7 +80,13 @@ class GlooCarrier(Carrier):
                 work = getattr(self._group, verb)([tensor], member, TAG)
             except RuntimeError as error:
                 raise self.failure(error, member, None) from error
-        return _GlooPending(self, work, member)
+            pending = _GlooPending(self, work, member)
+            self._posted.add(pending)
+        return pending
+
+    def forget(self, pending: Pending) -> None:
+        """The call is done."""
+        self._posted.discard(pending)
 
     def gather(self, data: bytes, deadline: float) -> list[bytes]:
         return self._meeting.gather(data, deadline)
@@ -108,6 +116,7 @@ class GlooCarrier(Carrier):
             nobody = _tensor(np.empty(1, np.uint8))
             with contextlib.suppress(RuntimeError):
                 group.recv([nobody], (self._rank + 1) % self._size, NEVER_SENT_TAG).wait(SMALLEST_WAIT)
+            self._posted.clear()
 
 
 def connect_gloo(meeting: Meeting, bind_host: str, deadline: float) -> GlooCarrier:
