@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from clients.errors import PROBLEM_PREFIX, JobFailed
-from clients.protocol import FormulaSpec, RankRegistration
+from clients.protocol import FormulaSpec, RankRegistration, SyncRequest
 from clients.trainer.binding import Binding
 from clients.trainer.gate import Gate
 from clients.trainer.places import Places
@@ -117,4 +117,21 @@ class Live:
             slices=self.binding.specs(),
             replicas=self.binding.specs(replicas=True),
             mirrored=self.binding.mirrored_slices,
+        )
+
+    def request(self, run: str, rank: int, epoch: int, step: int, version: int | None, *, hold: int) -> SyncRequest:
+        """`POST /sync` for the weights as they are after step `step`, under `hold`."""
+        return SyncRequest(
+            run=run,
+            launch=self.launch,
+            epoch=epoch,
+            rank=rank,
+            step=step,
+            hold=hold,
+            generation=self.gate.control.generation,
+            version=version,
+            hypers=self.watch.hypers(),
+            steps=self.watch.steps,
+            handles=self.watch.moved(),
+            replica_handles=self.watch.moved(replicas=True),
         )

@@ -215,7 +215,7 @@ def test_every_rank_agrees_even_when_it_has_an_error(daemon: FakeDaemon, net: to
         step_once(net, optimizer)
         with pytest.raises(InvalidInput, match="lr·weight_decay"):
             source.sync(1)
-        assert asked == [-1]
+        assert asked == [-2], "the others learn that it failed"
         assert daemon.syncs == []
         optimizer.param_groups[0]["weight_decay"] = 0.0
         step_once(net, optimizer)
@@ -304,7 +304,7 @@ def test_a_version_that_could_not_be_posted_is_confessed(daemon: FakeDaemon, net
 def test_waiting_for_the_daemon_when_told_to(
     daemon: FakeDaemon, net: torch.nn.Linear, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clients.trainer.source._RETRY_S", 0.0)
+    monkeypatch.setattr("clients.trainer.daemon._RETRY_S", 0.0)
     optimizer = adamw(net)
     source = TorchSource(net, optimizer, run="wait", transport=daemon.transport, on_daemon_down="wait")
     with source:
