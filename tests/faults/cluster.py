@@ -23,10 +23,10 @@ from clients.control import ControlClient
 from clients.protocol import Job
 from engine.records import AbortDecision, CommitDecision, Decision, EpochStartDecision
 from tests.faults.model import SHAPES
-from tests.faults.processes import PATIENCE_S, Child
-from tests.faults.wire import Hold, StoreProxy
 from tests.support.ports import free_port
+from tests.support.processes import PATIENCE_S, Child
 from tests.support.replay import replay
+from tests.support.store_proxy import Hold, StoreProxy
 from transports.store.local import LocalStore
 
 RUN = "run"
@@ -81,7 +81,7 @@ class Cluster:
             "anchor_every": 10,
             "dense_fraction": 0.9,
         }
-        return self.child(name, "tests.faults.nodes:daemon", **{**base, **settings})
+        return self.child(name, "tests.support.daemon_process:serve", **{**base, **settings})
 
     def _proxy(self, name: str) -> StoreProxy:
         proxy = StoreProxy(name, self.port("store"))
