@@ -29,7 +29,7 @@ PRELOADED = [
     "clients.rollout.torch",
     "clients.trainer",
     "tests.clients.trainer_double",
-    "tests.faults.nodes",
+    "tests.faults.receiver",
     "tests.faults.trainer",
     "tests.support.daemon_process",
     "tests.support.receiver_process",
