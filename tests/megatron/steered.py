@@ -5,6 +5,7 @@ The ranks say after each command what came of it. Every trained step leaves its 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,6 @@ def steered(trainer: Trainer, context: Context) -> None:
     if context.args["checkpoint"] is not None:
         trainer.load(Path(context.args["checkpoint"]))
     me = Steered(trainer, context)
-    with me.source:
+    with contextlib.closing(me.source):
         while (asked := context.hear()) is not None:
             context.say(getattr(me, asked.pop("op"))(**asked))
