@@ -15,6 +15,7 @@ import torch
 from clients.errors import PROBLEM_PREFIX, JobFailed
 from clients.protocol import FormulaSpec, RankRegistration, SyncRequest
 from clients.trainer.binding import Binding
+from clients.trainer.checks import warn_of_views
 from clients.trainer.gate import Gate
 from clients.trainer.places import Places
 from clients.trainer.shards import Plan
@@ -62,6 +63,7 @@ def move_in(
     gate.on_unread = places.drop
     try:
         places.check(s.home.memory() for s in plan.shards)
+        warn_of_views(s for s in plan.shards if places.moves(s.home.memory(), side=s.mirrored))
         with gate.control.mutating():
             binding.move_in(lambda k: shm_name(run, launch, rank, f"m{k}"))
         if places.mirrored:
