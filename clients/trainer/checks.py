@@ -136,11 +136,15 @@ def check_storage(shards: Sequence[Shard]) -> None:
                 f"{a.name} and {b.name} share memory but are different tensors.",
                 remedy="Tie weights by using one Parameter object in both places.",
             )
-    views = [
-        s.name
-        for m, s in memories
-        if not s.mirrored and m.device.type == "cpu" and m.untyped_storage().nbytes() > m.numel() * m.element_size()
-    ]
+
+
+def warn_of_views(moved: Iterable[Shard]) -> None:
+    """Say which of the shards that will be moved are parts of a larger buffer."""
+    views = []
+    for s in moved:
+        memory = s.home.memory()
+        if memory.untyped_storage().nbytes() > memory.numel() * memory.element_size():
+            views.append(s.name)
     if views:
         log.warning(
             "%d tensors are views of larger buffers (%s, …) and are moved out of them; a flat buffer kept elsewhere no "

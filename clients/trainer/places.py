@@ -174,6 +174,10 @@ class Places:
             return Mirror(slot, tensor, self._cuda, self._busy)
         return slot
 
+    def moves(self, tensor: torch.Tensor, *, side: bool) -> bool:
+        """Whether the tensor itself will lie in its place, and no longer where it does."""
+        return not side and self._mode != "mirror" and not self._cuda.on_device(tensor)
+
     def settle(self, tensors: Iterable[torch.Tensor]) -> None:
         """Everything was taken: finish the copies, and let readers wait for what the streams still write. `tensors`
         are read from now on, and kept alive until `drop`."""

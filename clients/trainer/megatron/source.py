@@ -6,6 +6,7 @@ table knows is refused, not left out.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,9 +20,9 @@ from clients.protocol import Detector
 from clients.trainer.group import exchange
 from clients.trainer.home import Home, PlainHome
 from clients.trainer.megatron.model import BufferHome, Named, buffers, parameters, unwrap
-from clients.trainer.megatron.owners import content_key, lowest
 from clients.trainer.megatron.state import check_masters, holders_of, inner_optimizers, masters
 from clients.trainer.options import SourceOptions
+from clients.trainer.owners import lowest
 from clients.trainer.plan import Planner
 from clients.trainer.shards import OwnedRun, OwnedShard
 from clients.trainer.source import Source
@@ -130,6 +131,12 @@ class MegatronSource(Source):
 
     def _refuse_stale(self, named: Mapping[int, Named]) -> None:
         check_masters(masters(self._megatron), {key: n.name for key, n in named.items()})
+
+
+def content_key(placements: Sequence[Placement]) -> str:
+    """The same for two local parameters exactly if they hold the same canonical elements in the same order."""
+    text = json.dumps([p.to_json() for p in placements], separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def current_shape() -> MegatronShape:
