@@ -249,6 +249,7 @@ class Source(abc.ABC):
                 version=agreed if publish and agreed >= 0 else None,
                 hypers=live.watch.hypers(),
                 steps=live.watch.steps,
+                scales=live.watch.scales,
                 handles=live.watch.moved(),
                 replica_handles=live.watch.moved(replicas=True),
             ),

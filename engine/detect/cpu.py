@@ -1,8 +1,8 @@
 """The fast detector: a vectorised interval test on everything, the exact one on the flagged, replay on the rest.
 
-Invariant: its result equals the reference backend's. Where the cheap interval is useless (ε near 0, say) the exact one is
-computed for every element, still compiled; where a formula has no `StepBound`, or the step none, plain torch judges all,
-in bounded pieces.
+Invariant: its result equals the reference backend's. Where the cheap interval is useless (ε near 0, say) the exact one
+is computed for every element, still compiled. Where a formula has no `StepBound`, or the step none that is known, plain
+torch judges every element, in bounded pieces.
 """
 
 from __future__ import annotations
