@@ -20,8 +20,8 @@ _INSTEAD = "Describe what each rank owns with TorchSource(slices=[OwnedSlice(…
 
 @dataclass(frozen=True)
 class Master:
-    """FP32 weights of elements [start, stop) of `param`. `master` is what the torch optimizer steps: of a precision-aware
-    optimizer the 16-bit weights themselves, whose masters are in its state.
+    """FP32 weights of elements [start, stop) of `param`. `master` is what the torch optimizer steps: with a
+    precision-aware optimizer the 16-bit weights themselves, whose masters are in its state.
 
     `aliased`: it is a view of the model's own parameter buffer and cannot be moved. `holders`: the ranks that own the
     parameter's ranges together, once each.
