@@ -95,7 +95,7 @@ class FsdpSource(Source):
             for group in optimizer.param_groups:
                 for param in group["params"]:
                     if param.requires_grad:
-                        begin_state(optimizer.state[param], group, param)
+                        begin_state(optimizer, group, param)
 
 
 def _held(model: torch.nn.Module, planner: Planner) -> Iterable[_Held]:

@@ -134,6 +134,7 @@ class Live:
             version=version,
             hypers=self.watch.hypers(),
             steps=self.watch.steps,
+            scales=self.watch.scales,
             handles=self.watch.moved(),
             replica_handles=self.watch.moved(replicas=True),
         )
