@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.apply import Applier, LiveCopy, LiveSet, LiveTensor, Phase, TensorMismatch
 from engine.digest import DigestKey, delta_digest, from_hex, to_hex
-from engine.errors import CodecError, DteError
+from engine.errors import CodecError
 from engine.layout.blocks import TILE_LANES, Layout
 from engine.plan.operations import Delivery, ReceiverTensor, SenderSlice
 from engine.plan.planning import make_plan
@@ -177,7 +177,9 @@ REFUSED = {
     "into padding": (sparse(local=at(S.local, 0, 1)), CodecError, "holds nothing"),
     "into padding behind": (sparse(local=at(S.local, -1, MINE.src_numel - 1)), CodecError, "holds nothing"),
     "another sender's lane": (sparse(local=at(S.local, 0, int(SPARSE[1].local[0]))), CodecError, "not that sender's"),
-    "one lane twice": (sparse(local=at(S.local, 0, int(S.local[1])), bits=at(S.bits, 0, int(S.bits[1]))), DteError, ""),
+    "one lane twice": (
+        sparse(local=at(S.local, 0, int(S.local[1])), bits=at(S.bits, 0, int(S.bits[1]))), CodecError, "two writers",
+    ),
     "one lane more": (
         sparse(local=np.append(S.local, S.local[:1]), bits=np.append(S.bits, S.bits[:1])), CodecError, "two writers",
     ),
