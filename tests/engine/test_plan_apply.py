@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,17 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.apply import Applier, LiveCopy, LiveSet, LiveTensor, Phase, TensorMismatch
+from engine.apply import Applier, LiveCopy, LiveSet, LiveTensor, Phase, TensorMismatch, WrongBase, WrongResult
 from engine.digest import DigestKey, delta_digest, from_hex, to_hex
-from engine.errors import CodecError, DteError
+from engine.errors import CodecError, InvalidInput
+from engine.layout.algebra import identity
 from engine.layout.blocks import TILE_LANES, Layout
 from engine.plan.operations import Delivery, ReceiverTensor, SenderSlice
 from engine.plan.planning import make_plan
 from engine.records import TensorMeta
-from tests.support.plans import covered, exchange, joined, split, target_of, where
+from tests.engine.test_plan import ENGINES, TRAINERS
+from tests.engine.test_plan import W as SMALL
+from tests.support.plans import box, covered, exchange, joined, split, target_of, where
 from tests.support.random_plans import Group, groups
 from tests.support.versions import State
-from tests.support.views import KINDS, View, numpy_view, views
+from tests.support.views import View, numpy_view, views
 
 U16 = npt.NDArray[np.uint16]
 
@@ -87,10 +91,22 @@ def states(metas: Sequence[TensorMeta], seed: int, share: float = 0.3) -> tuple[
     return old, new
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@given(group=groups(), seed=st.integers(0, 2**32 - 1), dense=st.sampled_from([0.0, 0.5, 1.0]))
-@settings(max_examples=80, deadline=None)
-def test_any_group(kind: str, group: Group, seed: int, dense: float) -> None:
+SEEDS, SHARES = st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.5, 1.0])
+
+
+@given(group=groups(), seed=SEEDS, dense=SHARES)
+@settings(max_examples=60, deadline=None)
+def test_any_group(group: Group, seed: int, dense: float) -> None:
+    leads_everybody_to_the_version("numpy", group, seed, dense)
+
+
+@given(group=groups(), seed=SEEDS, dense=SHARES)
+@settings(max_examples=20, deadline=None)
+def test_any_group_on_a_device(group: Group, seed: int, dense: float) -> None:
+    leads_everybody_to_the_version("device", group, seed, dense)
+
+
+def leads_everybody_to_the_version(kind: str, group: Group, seed: int, dense: float) -> None:
     """Every held lane is reached once, and the exchange leads every receiver to the version, and back."""
     plan = make_plan(group.metas, group.senders, group.receivers)
     assert covered(plan, group.senders, group.receivers)
@@ -122,7 +138,7 @@ def test_any_group(kind: str, group: Group, seed: int, dense: float) -> None:
             assert applier.prepare(target).already
 
 
-@given(group=groups(), seed=st.integers(0, 2**32 - 1))
+@given(group=groups(), seed=SEEDS)
 @settings(max_examples=30, deadline=None)
 def test_a_version_without_base_is_carried_dense(group: Group, seed: int) -> None:
     plan = make_plan(group.metas, group.senders, group.receivers)
@@ -177,7 +193,9 @@ REFUSED = {
     "into padding": (sparse(local=at(S.local, 0, 1)), CodecError, "holds nothing"),
     "into padding behind": (sparse(local=at(S.local, -1, MINE.src_numel - 1)), CodecError, "holds nothing"),
     "another sender's lane": (sparse(local=at(S.local, 0, int(SPARSE[1].local[0]))), CodecError, "not that sender's"),
-    "one lane twice": (sparse(local=at(S.local, 0, int(S.local[1])), bits=at(S.bits, 0, int(S.bits[1]))), DteError, ""),
+    "one lane twice": (
+        sparse(local=at(S.local, 0, int(S.local[1])), bits=at(S.bits, 0, int(S.bits[1]))), CodecError, "two writers",
+    ),
     "one lane more": (
         sparse(local=np.append(S.local, S.local[:1]), bits=np.append(S.bits, S.bits[:1])), CodecError, "two writers",
     ),
@@ -227,3 +245,95 @@ def test_deliveries_that_do_not_fit_are_refused_before_any_write(case: str) -> N
     receiver.applier.prepare(target_of([META], OLD, NEW, MIXED))
     receiver.applier.commit(1)
     assert receiver.bytes() == receiver.expected(NEW)
+
+
+@pytest.mark.parametrize(("trainer", "engine"), [*itertools.product(TRAINERS, ENGINES)])
+def test_named_layouts(trainer: str, engine: str) -> None:
+    plan = make_plan([SMALL], TRAINERS[trainer], ENGINES[engine])
+    old, new = states([SMALL], 7)
+    arrived = exchange(plan, TRAINERS[trainer], old, new, lambda tiles: np.arange(0))
+    for held, mine in zip(ENGINES[engine], arrived, strict=True):
+        receiver = Receiver([SMALL], held, {}, old)
+        receiver.applier.prepare(target_of([SMALL], old, new, mine))
+        receiver.applier.commit(1)
+        assert receiver.bytes() == receiver.expected(new)
+
+
+WHOLE = [ReceiverTensor("w", identity(META.shape[0] * META.shape[1]))]
+WHOLE_PLAN = make_plan([META], SENDERS, [WHOLE])
+
+
+def whole(old: State, new: State) -> list[Delivery]:
+    """For a receiver that can prove the tensor alone."""
+    return exchange(WHOLE_PLAN, SENDERS, old, new, lambda tiles: np.arange(1, tiles))[0]
+
+
+def test_tied_copies_are_both_written() -> None:
+    turned = box(META.shape, [range(20), range(10001)], [1, 0])
+    receiver = Receiver([META], WHOLE, {"w": turned}, OLD)
+    receiver.applier.prepare(target_of([META], OLD, NEW, whole(OLD, NEW)))
+    receiver.applier.commit(1)
+    receiver.applier.finalize(1)
+    assert receiver.bytes() == receiver.expected(NEW)
+
+
+@pytest.mark.parametrize("what", ["bits", "dense", "left out"])
+def test_what_does_not_lead_to_the_version_is_not_written(what: str) -> None:
+    good = whole(OLD, NEW)
+    first = dataclasses.replace(good[0])
+    if what == "bits":
+        first = dataclasses.replace(first, bits=at(first.bits, 9, int(first.bits[9]) ^ 0x4000))
+    elif what == "dense":
+        first = dataclasses.replace(first, dense=at(first.dense, 9, int(first.dense[9]) ^ 1))
+    bad = good[1:] if what == "left out" else [first, good[1]]
+    receiver = Receiver([META], WHOLE, {}, OLD)
+    with pytest.raises((WrongResult, CodecError), match=r"deliveries of version 1 do not lead|do not change"):
+        receiver.applier.prepare(target_of([META], OLD, NEW, bad))
+    assert receiver.bytes() == receiver.start
+    assert receiver.applier.phase is Phase.CLEAN
+
+
+def test_weights_that_are_not_the_base_are_left_alone() -> None:
+    receiver = Receiver([META], WHOLE, {}, NEW)
+    with pytest.raises(WrongBase):
+        receiver.applier.prepare(target_of([META], OLD, NEW, whole(OLD, NEW)))
+    assert receiver.bytes() == receiver.start
+
+
+def test_an_empty_version() -> None:
+    """Nothing changes: deliveries without anything, or none at all."""
+    empty = exchange(WHOLE_PLAN, SENDERS, OLD, OLD, lambda tiles: np.arange(0))[0]
+    assert len(empty) == 2
+    assert all(d.local.size == d.tiles.size == d.dense.size == 0 for d in empty)
+    for deliveries in (empty, []):
+        receiver = Receiver([META], WHOLE, {}, OLD)
+        assert receiver.applier.prepare(target_of([META], OLD, OLD, deliveries)).entries == 0
+        receiver.applier.commit(1)
+        receiver.applier.finalize(1)
+        assert receiver.applier.version == 1
+        assert receiver.bytes() == receiver.start
+
+
+def test_a_tensor_that_this_rank_does_not_hold_is_refused() -> None:
+    other = TensorMeta(name="v", shape=(3,))
+    receiver = Receiver([META, other], WHOLE, {}, OLD)
+    stray = dataclasses.replace(S, operation=dataclasses.replace(S.operation, tensor="v"))
+    old, new = {**OLD, "v": np.zeros(3, np.uint16)}, {**NEW, "v": np.zeros(3, np.uint16)}
+    with pytest.raises(TensorMismatch, match="does not hold"):
+        receiver.applier.prepare(target_of([META, other], old, new, [stray]))
+    assert receiver.bytes() == receiver.start
+
+
+def test_a_version_without_base_lists_no_entries() -> None:
+    receiver = Receiver([META], WHOLE, {}, OLD)
+    with pytest.raises(CodecError, match="has no base"):
+        receiver.applier.prepare(target_of([META], None, NEW, whole(OLD, NEW)))
+    assert receiver.bytes() == receiver.start
+
+
+def test_a_resync_takes_no_deliveries() -> None:
+    receiver = Receiver([META], WHOLE, {}, OLD)
+    with pytest.raises(InvalidInput, match="made from chunks"):
+        receiver.applier.resync([target_of([META], None, NEW, [])])
+    assert receiver.bytes() == receiver.start
+    assert receiver.applier.phase is Phase.CLEAN
