@@ -24,6 +24,11 @@ class Meetings:
         self._meetings: dict[str, Meeting] = {}
         self._task: asyncio.Task[None] | None = None
 
+    @property
+    def closed(self) -> bool:
+        """True once the daemon is shutting down."""
+        return self._events.closed
+
     def get(self, run: str) -> Meeting:
         """The run's meeting. StateConflict above MAX_RUNS runs."""
         meeting = self._meetings.get(run)

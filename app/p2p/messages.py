@@ -87,8 +87,9 @@ class Report(Model):
 
 
 class GroupView(Model):
-    """The group as it is now; `bucket_bytes` is the largest message of its exchanges. Member i of `members` has rank i in it; the first `senders` of them are trainer ranks.
-    `go`: the version whose exchange has begun last in this group."""
+    """The group as it is now; `bucket_bytes` is the largest message of its exchanges. Member i of `members` has rank i
+    in it; the first `senders` of them are trainer ranks. `go`: the version whose exchange has begun last in it, which
+    goes on while `exchanging`."""
 
     id: GroupId
     state: Literal["forming", "open"]
