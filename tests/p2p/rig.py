@@ -71,7 +71,9 @@ class TrainerRank:
         self.params = [
             nn.Parameter(torch.from_numpy(np.ascontiguousarray(r.of(start[r.tensor].numpy())))) for r in rects
         ]
-        self.optimizer = torch.optim.AdamW(self.params, lr=2e-4, weight_decay=0.01) if self.params else None
+        # A rank that owns nothing has an optimizer all the same.
+        trained = self.params or [nn.Parameter(torch.zeros(1))]
+        self.optimizer = torch.optim.AdamW(trained, lr=2e-4, weight_decay=0.01)
         self.slices = [
             OwnedSlice(r.tensor, model[r.tensor], p, layout=r.layout(model[r.tensor]))
             for r, p in zip(rects, self.params, strict=True)
@@ -80,8 +82,7 @@ class TrainerRank:
     def step(self, skipped: frozenset[str]) -> None:
         for r, p in zip(self.rects, self.params, strict=True):
             p.grad = None if r.tensor in skipped else torch.randn(p.shape)
-        if self.optimizer is not None:
-            self.optimizer.step()
+        self.optimizer.step()
 
 
 class Holder(nn.Module):
