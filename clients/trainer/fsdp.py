@@ -1,7 +1,7 @@
 """`FsdpSource`: a model that torch's FSDP2 (`fully_shard`) shards over many ranks. Each rank publishes its own shards.
 
-One invariant: of the ranks that hold the same part of a tensor exactly one declares it, the lowest, and all ranks know
-which from one exchange at registration. Nothing is gathered.
+One invariant: of the ranks that hold the same part of a tensor exactly one declares it, and all ranks know which from one
+exchange at registration. Nothing is gathered.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from clients.trainer.checks import persistent_buffers
 from clients.trainer.formulas import begin_state
 from clients.trainer.group import exchange, rank_and_world
 from clients.trainer.options import SourceOptions
-from clients.trainer.owners import lowest
+from clients.trainer.owners import spread
 from clients.trainer.plan import Planner
 from clients.trainer.sharded import Region, Sharded, region_of
 from clients.trainer.source import Source
@@ -63,10 +63,10 @@ class FsdpSource(Source):
         me = rank_and_world(self._group)[0]
         (sharded, held), said = exchange(
             lambda: (Sharded(self._models), [h for model in self._models for h in _held(model, planner)]),
-            lambda found: [(h.region.key(h.name), me) for h in found[1] if h.region.numel],
+            lambda found: [(h.region.key(h.name), me, h.region.numel) for h in found[1] if h.region.numel],
             self._group,
         )
-        owners = lowest(said)
+        owners = spread(said)
         for h in held:
             key = h.region.key(h.name)
             taken = bool(h.region.numel) and owners.first[key] != me
