@@ -195,8 +195,8 @@ def test_every_other_column_of_an_odd_width_meets_runs() -> None:
 def test_runs_that_lie_apart_on_the_other_side(step: int) -> None:
     """Some columns of an odd width against a transposed tensor: neighbours here are a column's length apart there."""
     rows, cols = 5, 11
-    width = len(range(0, cols, step))
-    some = Layout((Block((rows, width), 0, (width, 1), 0, (cols, step)),), rows * width, rows * cols)
+    width = len(range(1, cols, step))
+    some = Layout((Block((rows, width), 0, (width, 1), 1, (cols, step)),), rows * width, rows * cols)
     transposed = Layout((Block((cols, rows), 0, (rows, 1), 0, (1, cols)),), rows * cols, rows * cols)
     back = {d: s for s, d in pairs_of(transposed).items()}
     expected = {s: back[d] for s, d in pairs_of(some).items()}
