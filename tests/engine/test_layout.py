@@ -191,6 +191,19 @@ def test_every_other_column_of_an_odd_width_meets_runs() -> None:
     assert held == sum(1 for r in range(3, 9) for c in range(1, cols, 2) if first <= r * cols + c < first + count)
 
 
+@pytest.mark.parametrize("step", [2, 3, 4])
+def test_runs_that_lie_apart_on_the_other_side(step: int) -> None:
+    """Some columns of an odd width against a transposed tensor: neighbours here are a column's length apart there."""
+    rows, cols = 5, 11
+    width = len(range(1, cols, step))
+    some = Layout((Block((rows, width), 0, (width, 1), 1, (cols, step)),), rows * width, rows * cols)
+    transposed = Layout((Block((cols, rows), 0, (rows, 1), 0, (1, cols)),), rows * cols, rows * cols)
+    back = {d: s for s, d in pairs_of(transposed).items()}
+    expected = {s: back[d] for s, d in pairs_of(some).items()}
+    assert pairs_of(algebra.intersect(some, transposed)) == expected
+    assert pairs_of(algebra.intersect(transposed, some)) == {d: s for s, d in expected.items()}
+
+
 def test_uncovered_source_is_named() -> None:
     part = Layout((Block((3,), 2, (1,), 0, (1,)),), 8, 3)
     with pytest.raises(LayoutError, match="source element 1 "):

@@ -277,6 +277,10 @@ REFUSED = {
         [W], senders(WHOLE, rows(2, 1)), receivers(WHOLE),
         r"w: lanes \[48, 96\) are in slice 0 of sender 0 and in slice 0 of sender 1",
     ),
+    "a piece of another one": (
+        [W], senders(rows(2, 0), WHOLE), receivers(WHOLE),
+        r"w: lanes \[0, 48\) are in slice 0 of sender 0 and in slice 0 of sender 1",
+    ),
     "an overlap of columns": (
         [W], senders(columns(2, 0), columns(2, 1), box(W.shape, [range(ROWS), range(3, 5)])), receivers(WHOLE),
         r"w: lanes \[3, 4\) are in slice 0 of sender 0 and in slice 0 of sender 2",
