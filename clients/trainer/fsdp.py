@@ -1,7 +1,7 @@
 """`FsdpSource`: a model that torch's FSDP2 (`fully_shard`) shards over many ranks. Each rank publishes its own shards.
 
-One invariant: of the ranks that hold the same part of a tensor exactly one declares it, and all ranks know which from one
-exchange at registration. Nothing is gathered.
+One invariant: of the ranks that hold the same part of a tensor exactly one declares it, and all ranks know which from
+one exchange at registration. Nothing is gathered.
 """
 
 from __future__ import annotations

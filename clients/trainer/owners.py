@@ -23,10 +23,10 @@ def spread(said: Iterable[Iterable[Sequence[Any]]]) -> Owners:
     """Who publishes what, of all that any rank holds, so that the ranks have about as many elements each to look
     through and to send.
 
-    Each says (key, first rank of the holders it belongs to, elements) for all it holds; equal keys are the same elements
-    in the same order. Replicas (data parallel without a sharded optimizer, norms on tensor-parallel ranks, tied
-    embeddings on two pipeline stages, HSDP) are holders of the same key. What only one set holds is that set's; of the
-    rest the largest come first, each to the holders that have the least so far, the lowest of them where several have.
+    Each says (key, first rank of the holders it belongs to, elements) for all it holds; equal keys are the same
+    elements in the same order. Replicas (data parallel without a sharded optimizer, norms on tensor-parallel ranks,
+    tied embeddings on two pipeline stages, HSDP) are holders of the same key. What only one set holds is that set's; of
+    the rest the largest come first, each to the holders that have the least so far, where several have, the lowest.
     """
     firsts: dict[str, set[int]] = {}
     sizes: dict[str, int] = {}
