@@ -126,7 +126,7 @@ class Rank:
         if self.carrier is not None:
             self.carrier.close()
             self.carrier = None
-        return {}
+        return {"done": True}
 
 
 def mortal_store(inner: Any, fatal: Callable[[], None]) -> Any:
@@ -158,7 +158,9 @@ def main() -> None:
             answer = {"error": type(error).__name__, "member": error.member, "said": str(error)}
             if isinstance(error, ExchangeFailed):
                 answer["failures"] = {str(m): type(e).__name__ for m, e in error.failures.items()}
-        print(json.dumps(answer | {"seconds": time.monotonic() - started}), flush=True)
+        if "done" not in answer:
+            answer["seconds"] = time.monotonic() - started
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

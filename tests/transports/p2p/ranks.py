@@ -60,7 +60,14 @@ class Pool:
         self._ranks = [r for r in self._ranks if r.process.poll() is None]
         while len(self._ranks) < n:
             self._ranks.append(RankProcess())
+        # All have started: no deadline of a test includes that.
+        assert every(self._ranks, do="close") == [{"done": True}] * len(self._ranks)
         return self._ranks[:n]
+
+    def drop(self, rank: RankProcess) -> None:
+        """Use it no more."""
+        self._ranks.remove(rank)
+        rank.kill()
 
     def group(self) -> str:
         self._groups += 1

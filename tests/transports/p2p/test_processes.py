@@ -134,7 +134,7 @@ def test_a_rank_is_lost_while_connecting(pool: Pool, port: int, point: str, name
     connected(survivors, port, pool.group())
     done(survivors, 1, seed=1, operations=20, version=0, bucket=100, deadline_s=60.0)
     every(survivors, do="close")
-    ranks[1].kill()
+    pool.drop(ranks[1])
 
 
 @pytest.mark.faults
