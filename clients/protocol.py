@@ -76,6 +76,8 @@ class HyperSpec(Model):
     lr_is_tensor: bool = False
 
 
+MomentScale = Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
+
 Detector = Literal["certified", "snapshot", "dense", "frozen"]
 
 
@@ -83,9 +85,13 @@ class SliceSpec(Model):
     """One slice a rank owns: a contiguous run of `numel` elements of local memory and where they lie canonically.
 
     `blocks` maps the slice's flat element index to the canonical flat element index, source side covering
-    [0, numel) exactly once. Detector `certified` needs `exp_avg`, `exp_avg_sq` and `group`; `theta` is FP32 there and
-    the canonical dtype is what the receiver stores. `snapshot` and `dense` compare the cast of `theta` in the canonical
-    dtype; `frozen` is read for version 0, and again only when a sync says that it may have been written.
+    [0, numel) exactly once. Detector `certified` needs `exp_avg`, `exp_avg_sq` and `group`; `theta` is FP32 there, or
+    with `remainder` the BF16 weights, and the canonical dtype is what the receiver stores. `snapshot` and `dense`
+    compare the cast of `theta` in the canonical dtype; `frozen` is read for version 0, and again only when a sync says
+    that it may have been written.
+
+    `remainder` (int16): the lower 16 bits of FP32 masters whose upper halves are the BF16 weights in `theta`, one
+    higher where the remainder is negative. So masters round half away from zero there; without it, half to even.
 
     `cell` names what other ranks hold too. A replica is declared with `holders`, the first of the ranks that hold its
     cell together, and detector `dense`: it is not published, only compared.
@@ -99,6 +105,7 @@ class SliceSpec(Model):
     theta: AnyRef
     exp_avg: AnyRef | None = None
     exp_avg_sq: AnyRef | None = None
+    remainder: AnyRef | None = None
     group: int | None = None
     cell: Cell | None = None
     holders: Count | None = None
@@ -133,6 +140,9 @@ class SyncRequest(Model):
     `handles` replaces memory references that moved since the registration (slice number → new spec), `replica_handles`
     those of replicas.
     `version` null means: accumulate, do not publish.
+
+    `scales[i]`: what the FP16 moments (`exp_avg`, `exp_avg_sq`) of `slices[i]`, as they lie in memory now, are to be
+    multiplied with; 1 for moments without a scale, null where it is not finite. Empty if no slice has one.
     """
 
     run: RunId
@@ -145,6 +155,7 @@ class SyncRequest(Model):
     version: Count | None
     hypers: list[HyperSpec]
     steps: list[Count]
+    scales: list[tuple[MomentScale, MomentScale]] = Field(default_factory=list)
     handles: list[SliceSpec] = Field(default_factory=list)
     replica_handles: list[SliceSpec] = Field(default_factory=list)
 

@@ -1,12 +1,13 @@
-"""BF16 bits and 16-bit lanes of tensors, exactly as the trainer's own cast makes them.
+"""BF16 bits and 16-bit lanes of tensors, exactly as the trainer itself makes them.
 
 Invariant: for FP32 θ, `round_to_bf16_bits(θ)` equals `θ.bfloat16()` of a contiguous tensor on this backend bit for bit,
-NaN payloads and signed zeros included. Everything after detection speaks in these bits.
+NaN payloads and signed zeros included; with the rounding of split masters it is the weight that a split leaves, and
+`join_master` undoes the split, for every bit pattern. Everything after detection speaks in these bits.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,10 @@ TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
     "bool": torch.bool,
 }
 """Record dtype names (`engine.records.DType`) → torch dtypes."""
+
+Rounding = Literal["even", "away"]
+"""How FP32 masters become BF16. `even`: to nearest, ties to even, as casts do. `away`: to nearest, ties away from zero,
+which is what splitting a master into a BF16 weight and the low 16 bits does; NaN get no bits of their own then."""
 
 MAX_FINITE_FP32_FOR_BF16: Final = 3.3e38
 """Above this magnitude BF16 rounding overflows or comes close to it; detection treats such elements as unknown."""
@@ -70,13 +75,27 @@ def bits_of(tensor: torch.Tensor) -> U16:
     return tensor.detach().cpu().contiguous().view(torch.int16).reshape(-1).numpy().view(np.uint16)
 
 
-def round_to_bf16_bits(theta: torch.Tensor) -> U16:
-    """BF16 bits of an FP32 tensor, flat, as `theta.bfloat16()` makes them.
+def round_to_bf16_bits(theta: torch.Tensor, rounding: Rounding = "even") -> U16:
+    """BF16 bits of an FP32 tensor, flat: as `theta.bfloat16()` makes them, or (`away`) as a split does.
 
     The cast runs on a contiguous tensor: torch converts NaN to other bits (0x7FC0 instead of 0xFFFF on the CPU) when it
     walks a strided one.
     """
-    return bits_of(theta.detach().contiguous().bfloat16())
+    if rounding == "even":
+        return bits_of(theta.detach().contiguous().bfloat16())
+    words = theta.detach().cpu().contiguous().view(torch.int32).reshape(-1).numpy().view(np.uint32)
+    return ((words + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16)
+
+
+def join_master(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """The FP32 master, flat, of which `weight` (BF16) is the upper half and `remainder` (int16) the lower 16 bits.
+
+    A weight whose remainder is negative was rounded up by one unit, so the master's bits are those of the weight,
+    shifted, plus the remainder as a signed number (mod 2³²). `round_to_bf16_bits(…, "away")` of the result is `weight`.
+    """
+    upper = bits_of(weight).astype(np.uint32) << np.uint32(16)
+    lower = remainder.detach().cpu().contiguous().reshape(-1).numpy().astype(np.int32).view(np.uint32)
+    return torch.from_numpy((upper + lower).view(np.float32))
 
 
 def nan_bits() -> int:

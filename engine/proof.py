@@ -7,7 +7,6 @@ Ambiguous elements have few candidates each; the sum picks the combination. What
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 
 import numpy as np
@@ -17,8 +16,8 @@ from engine.detect.geometry import canonical_of
 from engine.digest import DigestKey, delta_digest_tiles
 from engine.errors import InvalidInput
 
-MAX_COMBINATIONS = 1 << 16
-"""Combinations of candidates considered in one tile."""
+MAX_COMBINATIONS = 1 << 24
+"""Combinations of candidates considered in one tile: 24 elements with two each, as many as 16-bit moments leave."""
 _MASK = (1 << 64) - 1
 
 
@@ -79,24 +78,40 @@ def resolve(d: Detection, digest_prev: U64, geometry: SliceGeometry) -> Resolved
 def _choose(missing: int, weights: U64, new: U16, options: list[U16]) -> U16 | None:
     """Old bits, one of each element's options, with Σ w·(new − old) = missing mod 2^64; None if none or too many.
 
-    All sums of the first half are kept in a table and the second half looks up its complement, so 2^16 combinations
-    cost about 2^9 steps.
+    All sums of the first half are sorted and the second half looks up its complements, so 2^24 combinations cost about
+    2^13 steps.
     """
-    if prod(len(o) for o in options) > MAX_COMBINATIONS:
+    sizes = [len(o) for o in options]
+    if prod(sizes) > MAX_COMBINATIONS:
         return None
-    gains = [
-        [int(w) * (int(n) - int(x)) & _MASK for x in option] for w, n, option in zip(weights, new, options, strict=True)
-    ]
-    half = _balanced_cut([len(o) for o in options])
-    table: dict[int, tuple[int, ...]] = {}
-    for picks in product(*(range(len(g)) for g in gains[:half])):
-        table.setdefault(sum(g[i] for g, i in zip(gains, picks, strict=False)) & _MASK, picks)
-    for picks in product(*(range(len(g)) for g in gains[half:])):
-        rest = (missing - sum(g[i] for g, i in zip(gains[half:], picks, strict=True))) & _MASK
-        if rest in table:
-            whole = table[rest] + picks
-            return np.array([o[i] for o, i in zip(options, whole, strict=True)], np.uint16)
-    return None
+    gains = [w * (n.astype(np.uint64) - o.astype(np.uint64)) for w, n, o in zip(weights, new, options, strict=True)]
+    half = _balanced_cut(sizes)
+    left, right = _sums(gains[:half]), _sums(gains[half:])
+    order = np.argsort(left, kind="stable")
+    wanted = np.uint64(missing & _MASK) - right
+    at = np.minimum(np.searchsorted(left[order], wanted), left.size - 1)
+    fits = np.flatnonzero(left[order[at]] == wanted)
+    if fits.size == 0:
+        return None
+    picks = [*_digits(int(order[at[fits[0]]]), sizes[:half]), *_digits(int(fits[0]), sizes[half:])]
+    return np.array([o[i] for o, i in zip(options, picks, strict=True)], np.uint16)
+
+
+def _sums(gains: list[U64]) -> U64:
+    """The sum of every choice of one gain each, mod 2^64; the last one's choice varies fastest."""
+    sums = np.zeros(1, np.uint64)
+    for gain in gains:
+        sums = np.add.outer(sums, gain).reshape(-1)
+    return sums
+
+
+def _digits(number: int, sizes: list[int]) -> list[int]:
+    """Which choices make up the `number`-th of `_sums`."""
+    picks = []
+    for size in reversed(sizes):
+        number, pick = divmod(number, size)
+        picks.append(pick)
+    return picks[::-1]
 
 
 def _balanced_cut(sizes: list[int]) -> int:

@@ -15,10 +15,14 @@ if TYPE_CHECKING:
     from app.p2p.meetings import Meetings
 
 MAX_WAIT_S = 60.0
+POLL_END_S = 1.0
+"""How soon after the daemon began to shut down a long poll ends."""
 RunPath = Annotated[RunId, Path(description="The run.")]
 GroupPath = Annotated[str, Path(pattern=r"^[0-9a-f]{16}$", description="The group.")]
 MemberPath = Annotated[str, Path(max_length=256, description="The member, as joining named it.")]
-_OVER: dict[int | str, dict[str, Any]] = {409: {"model": Problem, "description": "The group is over, or the member has to join again."}}
+_OVER: dict[int | str, dict[str, Any]] = {
+    409: {"model": Problem, "description": "The group is over, or the member has to join again."}
+}
 
 
 def p2p_router(meetings: Meetings) -> APIRouter:
@@ -48,7 +52,11 @@ def p2p_router(meetings: Meetings) -> APIRouter:
     ) -> View:
         meeting = meetings.get(run)
         meeting.seen(daemon)
-        return await meeting.wait(tag, wait) if wait and tag else meeting.view()
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + wait
+        while (found := meeting.view()).tag == tag and not meetings.closed and (left_s := until_s - loop.time()) > 0:
+            await meeting.wait(tag, min(left_s, POLL_END_S))
+        return found
 
     @router.get(
         "/p2p/{run}/groups/{group}/roster",

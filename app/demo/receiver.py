@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("--config", required=True, type=Path, help="JSON of the model's config")
     parser.add_argument("--link", required=True, type=Path, help="Unix socket for the trainer's calls")
     parser.add_argument("--socket", required=True, type=Path, help="Unix socket for the rollout daemon")
+    parser.add_argument("--transport", choices=("store", "p2p"), default="store")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
 
@@ -84,6 +85,7 @@ def main() -> None:
         run=arguments.run,
         daemon=arguments.daemon,
         socket_path=arguments.socket,
+        transport=arguments.transport,
     ) as receiver:
         operations = _Operations(model, receiver)
         table = {"generate": operations.generate, "dump": operations.dump, "ping": operations.ping}

@@ -99,8 +99,9 @@ class Rollouts(Protocol):
 class TorchRollouts:
     """Processes of `app.demo.receiver`, each doing its share of every request."""
 
-    def __init__(self, stage: Stage, receivers: int) -> None:
+    def __init__(self, stage: Stage, receivers: int, transport: str = "store") -> None:
         self.names = [f"rollout-{n}" for n in range(receivers)]
+        self._transport = transport
         self._stage = stage
         self._links: list[Link] = []
 
@@ -114,6 +115,7 @@ class TorchRollouts:
             command = [sys.executable, "-m", "app.demo.receiver", "--name", name, "--run", stage.run]
             command += ["--daemon", stage.rollout_url, "--config", str(config), "--threads", str(threads)]
             command += ["--link", str(self._socket(name, "link")), "--socket", str(self._socket(name, "dte"))]
+            command += ["--transport", self._transport]
             stage.children.start(name, command, environment())
 
     def connect(self, note: Note) -> None:

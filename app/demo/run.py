@@ -36,6 +36,7 @@ LOOK_EVERY_S = 5.0
 EXIT_NOT_EXACT = 1
 
 Engine = Literal["torch", "sglang"]
+Transport = Literal["store", "p2p"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class DemoOptions:
     record: Path | None = None
     keep: bool = False
     engine: Engine = "torch"
+    transport: Transport = "store"
     sglang_python: Path | None = None
     sglang_url: str | None = None
 
@@ -97,6 +99,8 @@ def conclude(outcome: Outcome, seconds: float, options: DemoOptions) -> int:
         f"{'BIT-EXACT' if exact else 'NOT BIT-EXACT'} after {len(deltas)} versions on {options.receivers} "
         f"receiver{'s' if options.receivers > 1 else ''} in {seconds:.0f} s"
     )
+    if options.transport == "p2p":
+        print(f"{sum(r.path == 'p2p' for r in deltas)} of {len(deltas)} versions went rank to rank")
     if options.keep:
         print(f"store and logs are kept in {outcome.workdir}")
     if options.json_output:
@@ -113,6 +117,7 @@ def _summary(outcome: Outcome, deltas: list[Row], exact: bool, seconds: float, o
     pauses = [r.pause_ms for r in deltas if r.pause_ms is not None]
     return {
         "engine": options.engine,
+        "transport": options.transport,
         "versions": len(deltas),
         "bit_exact": exact,
         "changed_fraction": median([r.changed_fraction for r in deltas]),
@@ -134,7 +139,7 @@ def _summary(outcome: Outcome, deltas: list[Row], exact: bool, seconds: float, o
 def _run(options: DemoOptions, table: DemoTable, load: Callable[[int], Policy] | None) -> Outcome:
     from app.demo.stage import Stage
 
-    with Stage(RUN, keep=options.keep) as stage:
+    with Stage(RUN, keep=options.keep, p2p=options.transport == "p2p") as stage:
         rollouts = _rollouts(options, stage)
         table.note("starting the daemons")
         stage.start_daemons()
@@ -177,10 +182,16 @@ def _rollouts(options: DemoOptions, stage: Stage) -> Rollouts:
     if options.engine == "sglang":
         from app.demo.sglang_rollouts import SglangRollouts
 
-        return SglangRollouts(stage, python=options.sglang_python, url=options.sglang_url, seed=options.seed)
+        return SglangRollouts(
+            stage,
+            python=options.sglang_python,
+            url=options.sglang_url,
+            seed=options.seed,
+            transport=options.transport,
+        )
     from app.demo.rollouts import TorchRollouts
 
-    return TorchRollouts(stage, options.receivers)
+    return TorchRollouts(stage, options.receivers, options.transport)
 
 
 def _recorder(options: DemoOptions, model: Any) -> Recorder | None:
@@ -314,6 +325,7 @@ class _Loop:
         rollout: Rollout | None,
     ) -> Row:
         proofs = {r.proof for r in receivers}
+        paths = {r.path for r in receivers}
         pauses = [r.last_install_ms["pause"] for r in receivers if "pause" in r.last_install_ms]
         info = self._versions.version(version)
         return Row(
@@ -328,6 +340,7 @@ class _Loop:
             hold_ms=_hold_ms(timings),
             lag_ms=lag_ms,
             proof=proofs.pop() if len(proofs) == 1 else "mixed",
+            path=paths.pop() if len(paths) == 1 else "mixed",
             pause_ms=max(pauses, default=None),
             reward=None if rollout is None else rollout.mean_reward,
             sample="" if rollout is None else rollout.sample,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from app.demo.link import ReceiverFailed
 from app.demo.processes import Child, free_port
@@ -52,10 +52,19 @@ class Seen:
 class SglangRollouts:
     """One server: started here, or, with `url`, one that runs already. SglangUnavailable if there can be none."""
 
-    def __init__(self, stage: Stage, *, python: Path | None, url: str | None, seed: int) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        *,
+        python: Path | None,
+        url: str | None,
+        seed: int,
+        transport: Literal["store", "p2p"] = "store",
+    ) -> None:
         self.names = [NAME]
         self._stage = stage
         self._seed = seed
+        self._transport: Literal["store", "p2p"] = transport
         self._python = find_python(python)
         self._base = stage.workdir / "model"
         self._child: Child | None = None
@@ -88,7 +97,9 @@ class SglangRollouts:
         if self._child is not None:
             self._wait(self._server, self._child, "the SGLang server starts", note)
         self._before = self._server.checksums()
-        body = ReceiverRegistration(name=NAME, kind="sglang", run=self._stage.run, url=self._server.url)
+        body = ReceiverRegistration(
+            name=NAME, kind="sglang", run=self._stage.run, url=self._server.url, transport=self._transport
+        )
         self._daemon.send(Call("POST", "/receivers", one(ReceiverInfo), body=body))
 
     def generate(self, request: GenerateRequest) -> Sampled:

@@ -29,8 +29,9 @@ class Stage:
     `children` and `stack` end and close what others start and open on it.
     """
 
-    def __init__(self, run: str, *, keep: bool) -> None:
+    def __init__(self, run: str, *, keep: bool, p2p: bool = False) -> None:
         self.run = run
+        self._p2p = p2p
         self.workdir = Path(tempfile.mkdtemp(prefix="dte-demo-"))
         self._keep = keep
         self.stack = ExitStack()
@@ -67,7 +68,12 @@ class Stage:
         command += ["--roles", roles, "--data-dir", str(self.workdir / name), "--run", self.run]
         if store is not None:
             command += ["--store", store]
-        return self.children.start(f"{name}-daemon", command, environment(), guarded=guarded).process.pid
+        env = environment()
+        if self._p2p:
+            env["DTE_P2P"] = "true"
+            if name != "trainer":
+                env["DTE_P2P_COORDINATOR"] = self.trainer_url
+        return self.children.start(f"{name}-daemon", command, env, guarded=guarded).process.pid
 
     def _wait_up(self, name: str) -> None:
         url = f"http://127.0.0.1:{self._ports[name]}/healthz"

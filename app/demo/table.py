@@ -39,6 +39,7 @@ class Row:
     hold_ms: float = 0.0
     lag_ms: float = 0.0
     proof: str = "-"
+    path: str = "-"
     reward: float | None = None
     sample: str = ""
     dense_tiles: int = 0
@@ -61,7 +62,7 @@ class Row:
             " ".join(f"{k} {human_ms(v)}" for k, v in self.timings_ms.items()) or "-",
             human_ms(self.hold_ms),
             "-" if self.version is None else human_ms(self.lag_ms),
-            self.proof,
+            f"{self.proof} (p2p)" if self.path == "p2p" else self.proof,
             "-" if self.reward is None else f"{self.reward:.2f}",
             self.sample,
         )

@@ -65,6 +65,7 @@ class Meeting:
         timeout_s: float,
         lease_s: float,
         carrier: CarrierChoice,
+        bucket_bytes: int = 4 << 20,
         clock: Callable[[], float],
         notice: Callable[[str, dict[str, object]], object] = lambda kind, data: None,
     ) -> None:
@@ -72,6 +73,7 @@ class Meeting:
         self._timeout_s = timeout_s
         self._lease_s = lease_s
         self._carrier: CarrierChoice = carrier
+        self._bucket_bytes = bucket_bytes
         self._clock = clock
         self._notice = notice
         self._members: dict[str, _Member] = {}
@@ -169,6 +171,7 @@ class Meeting:
                 id=g.id,
                 state="open" if g.open else "forming",
                 carrier=g.carrier,
+                bucket_bytes=self._bucket_bytes,
                 epoch=g.epoch,
                 members=g.members,
                 senders=len(g.senders),

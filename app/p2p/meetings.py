@@ -24,6 +24,11 @@ class Meetings:
         self._meetings: dict[str, Meeting] = {}
         self._task: asyncio.Task[None] | None = None
 
+    @property
+    def closed(self) -> bool:
+        """True once the daemon is shutting down."""
+        return self._events.closed
+
     def get(self, run: str) -> Meeting:
         """The run's meeting. StateConflict above MAX_RUNS runs."""
         meeting = self._meetings.get(run)
@@ -37,6 +42,7 @@ class Meetings:
                 timeout_s=self._settings.p2p_timeout_s,
                 lease_s=self._settings.p2p_lease_s,
                 carrier=self._settings.p2p_carrier,
+                bucket_bytes=self._settings.p2p_bucket_bytes,
                 clock=time.monotonic,
                 notice=lambda kind, data: self._events.publish(kind, run, **data),
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from app.p2p.messages import Carrier, Join, VersionHead
@@ -19,6 +19,7 @@ class Seat:
     size: int
     side: int
     carrier: Carrier
+    bucket_bytes: int
     address: str
     roster: Path
     roster_sha256: str
@@ -26,11 +27,12 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What a member sent or received of one version."""
+    """What a member sent or received of one version. `pairs`: bytes by receiver, of a sender."""
 
     entries: int
     bytes: int
     ms: float
+    pairs: dict[int, int] = field(default_factory=dict)
 
 
 class Member(ABC):

@@ -71,8 +71,9 @@ class Offer(Model):
 
 class Report(Model):
     """What became of a member's part in a group. `hosting`: its process keeps the group's store at `address`.
-    `connected`: with the plan it computed. `done`: its part in the exchange of `version` is complete. `failed`: it
-    takes no further part in this group."""
+    `connected`: with the plan it computed. `done`: its part in the exchange of `version` is complete; a sender says how
+    many bytes each receiver got (`pairs`, by the receiver's number). `failed`: it takes no further part in this
+    group."""
 
     what: Literal["hosting", "connected", "done", "failed"]
     address: str = ""
@@ -80,17 +81,20 @@ class Report(Model):
     version: Count | None = None
     bytes: Count = 0
     entries: Count = 0
+    pairs: dict[int, Count] = Field(default_factory=dict)
     ms: Annotated[float, Field(ge=0)] = 0.0
     why: str = ""
 
 
 class GroupView(Model):
-    """The group as it is now. Member i of `members` has rank i in it; the first `senders` of them are trainer ranks.
-    `go`: the version whose exchange has begun last in this group."""
+    """The group as it is now; `bucket_bytes` is the largest message of its exchanges. Member i of `members` has rank i
+    in it; the first `senders` of them are trainer ranks. `go`: the version whose exchange has begun last in it, which
+    goes on while `exchanging`."""
 
     id: GroupId
     state: Literal["forming", "open"]
     carrier: Carrier
+    bucket_bytes: Annotated[int, Field(ge=1)]
     epoch: int
     members: list[MemberId]
     senders: int

@@ -245,7 +245,17 @@ class Rendezvous:
             address = await self.until(lambda: self._group(group.id).address or None)
         path, sha256 = await self._roster(group.id)
         side = rank if rank < group.senders else rank - group.senders
-        seat = Seat(group.id, rank, len(group.members), side, group.carrier, address, path, sha256)
+        seat = Seat(
+            group=group.id,
+            rank=rank,
+            size=len(group.members),
+            side=side,
+            carrier=group.carrier,
+            bucket_bytes=group.bucket_bytes,
+            address=address,
+            roster=path,
+            roster_sha256=sha256,
+        )
         plan = await member.connect(seat)
         await self._report(name, group.id, Report(what="connected", plan=plan))
         done = -1
@@ -261,7 +271,14 @@ class Rendezvous:
             await self._report(
                 name,
                 group.id,
-                Report(what="done", version=done, entries=moved.entries, bytes=moved.bytes, ms=moved.ms),
+                Report(
+                    what="done",
+                    version=done,
+                    entries=moved.entries,
+                    bytes=moved.bytes,
+                    ms=moved.ms,
+                    pairs=moved.pairs,
+                ),
             )
 
     def _next_go(self, group: str, after: int) -> VersionHead | None:

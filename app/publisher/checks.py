@@ -16,6 +16,11 @@ def check_hypers(registration: RankRegistration, sync: SyncRequest) -> None:
         )
     if len(sync.steps) != len(registration.slices):
         raise InvalidInput(f"{len(sync.steps)} step counters for {len(registration.slices)} slices.", remedy=_SAME)
+    if sync.scales and len(sync.scales) != len(registration.slices):
+        raise InvalidInput(
+            f"{len(sync.scales)} pairs of scales for {len(registration.slices)} slices.",
+            remedy="Send one pair for each slice, or none.",
+        )
     for number, hyper in enumerate(sync.hypers):
         decay = hyper.lr * hyper.weight_decay
         if not decay < 1.0:
@@ -40,8 +45,9 @@ def _moved(declared: list[SliceSpec], handles: list[SliceSpec], what: str) -> li
         if spec.slice >= len(slices):
             raise InvalidInput(f"{what} {spec.slice} was never registered.", remedy="Register the rank again.")
         old = slices[spec.slice]
-        moved = old.model_copy(update={"theta": spec.theta, "exp_avg": spec.exp_avg, "exp_avg_sq": spec.exp_avg_sq})
-        if moved != spec:
+        refs = ("theta", "exp_avg", "exp_avg_sq", "remainder")
+        moved = old.model_copy(update={ref: getattr(spec, ref) for ref in refs})
+        if moved != spec or (old.remainder is None) != (spec.remainder is None):
             raise InvalidInput(
                 f"{what} {spec.slice} may only move; something else of its declaration changed.",
                 remedy="Start a new launch to change what a rank owns.",

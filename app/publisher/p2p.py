@@ -98,13 +98,13 @@ class TrainerMember(Member):
         request = p.P2PSend(
             group=seat.group,
             version=head.version,
-            bucket_bytes=settings.p2p_bucket_bytes,
+            bucket_bytes=seat.bucket_bytes,
             timeout_s=settings.p2p_timeout_s,
         )
         sent = await self._ask(request, p.P2PSent)
         self._node.metrics.p2p_bytes.labels("sent").inc(sent.bytes)
         self._node.metrics.stage_seconds.labels("p2p-send").observe(sent.ms / 1e3)
-        return Moved(sent.entries, sent.bytes, sent.ms)
+        return Moved(sent.entries, sent.bytes, sent.ms, sent.pairs)
 
     async def leave(self) -> None:
         with contextlib.suppress(DteError):

@@ -95,7 +95,7 @@ class ReceiverMember(Member):
             version=head.version,
             base=head.base,
             step=head.step,
-            bucket_bytes=s.p2p_bucket_bytes,
+            bucket_bytes=seat.bucket_bytes,
             max_bytes=s.p2p_max_bytes,
             timeout_s=s.p2p_timeout_s,
         )

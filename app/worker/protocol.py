@@ -292,9 +292,12 @@ class P2PSend(Model):
 
 
 class P2PSent(Model):
+    """`pairs`: bytes by receiver."""
+
     entries: Count
     bytes: Count
     ms: float
+    pairs: dict[int, Count] = Field(default_factory=dict)
 
 
 class P2PLeave(Model):

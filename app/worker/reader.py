@@ -132,8 +132,9 @@ class SliceReader:
         for a, b in self._groups(source.shape.tiles):
             theta, m, v, first = source.state(a, b)
             detection = self._backend.detect(
-                formula, ctx, theta, m, v, geometry, a, b, exact_replay=exact_replay, first_tile=first
-            )
+                formula, ctx, theta, m, v, geometry, a, b,
+                exact_replay=exact_replay, first_tile=first, rounding=source.rounding,
+            )  # fmt: skip
             resolved = resolve(detection, ledger.digest_last[a:b], geometry)
             counts["ambiguous"] += resolved.ambiguous
             counts["resolved"] += resolved.resolved

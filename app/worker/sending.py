@@ -144,6 +144,7 @@ class GroupSender:
             entries=sum(r.entries for r in sent),
             bytes=sum(r.bytes for r in sent),
             ms=(time.perf_counter() - started) * 1e3,
+            pairs={r.receiver: r.bytes for r in sent},
         )
 
     def leave(self, request: p.P2PLeave | None = None) -> p.Done:

@@ -15,7 +15,7 @@ import torch
 
 from app.worker.device import Array, DeviceArray, DeviceMemory, part
 from clients.protocol import AnyRef, CudaRef, MemoryRef, RankRegistration, SliceSpec
-from engine.bf16 import lanes_of
+from engine.bf16 import Rounding, join_master, lanes_of
 from engine.detect.base import TILE, U16, SliceGeometry, tile_count
 from engine.errors import InvalidInput, LayoutError, UnsupportedOptimizer
 from engine.layout.algebra import contiguous, from_json, scaled, to_json, validate_slice
@@ -50,28 +50,39 @@ class SliceShape:
 
 @dataclass(frozen=True, slots=True)
 class SliceSource:
-    """A slice with its memory. `theta` as the trainer stores it, 1-D; `m`, `v` only for the certified detector."""
+    """A slice with its memory. `theta` as the trainer stores it, 1-D; `m`, `v` only for the certified detector. With
+    `remainder`, θ is the upper half of split masters, which are put together only where they are read."""
 
     shape: SliceShape
     theta: Array
     m: Array | None
     v: Array | None
+    remainder: Array | None = None
 
     @property
     def arrays(self) -> list[Array]:
         """Everything it consists of."""
-        return [x for x in (self.theta, self.m, self.v) if x is not None]
+        return [x for x in (self.theta, self.m, self.v, self.remainder) if x is not None]
+
+    @property
+    def rounding(self) -> Rounding:
+        """How masters become the bits that receivers hold."""
+        return "even" if self.remainder is None else "away"
 
     def state(self, tile_start: int, tile_stop: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
         """θ, m and v of the certified detector in host memory, and the tile they begin with: the whole slice where it
-        lies there, else a copy of the tiles asked for."""
+        lies there as such, else a copy of the tiles asked for."""
         assert self.m is not None
         assert self.v is not None
         theta, m, v = self.theta, self.m, self.v
-        if not (isinstance(theta, DeviceArray) or isinstance(m, DeviceArray) or isinstance(v, DeviceArray)):
-            return theta, m, v, 0
+        on_device = isinstance(theta, DeviceArray) or isinstance(m, DeviceArray) or isinstance(v, DeviceArray)
+        if self.remainder is None and not on_device:
+            numel = self.shape.spec.numel
+            return part(theta, 0, numel), part(m, 0, numel), part(v, 0, numel), 0
         first, last = tile_start * TILE, min(tile_stop * TILE, self.shape.spec.numel)
-        return part(theta, first, last), part(m, first, last), part(v, first, last), tile_start
+        held, low = part(theta, first, last), self.remainder
+        masters = held if low is None else join_master(held, part(low, first, last))
+        return masters, part(m, first, last), part(v, first, last), tile_start
 
     def read_lanes(self, tile_start: int, tile_stop: int) -> U16:
         """The lanes the receiver would store for tiles [tile_start, tile_stop), from memory as it is now."""
@@ -110,7 +121,11 @@ def _check_certified(spec: SliceSpec, meta: TensorMeta, groups: int) -> None:
         )
     if not 0 <= spec.group < groups:
         raise InvalidInput(f"{_where(spec)} names group {spec.group} of {groups}.", remedy=_REGISTER_AGAIN)
-    _check_ref(spec, "theta", spec.theta, {"float32"})
+    if spec.remainder is None:
+        _check_ref(spec, "theta", spec.theta, {"float32"})
+    else:
+        _check_ref(spec, "theta beside a remainder", spec.theta, {"bfloat16"})
+        _check_ref(spec, "remainder", spec.remainder, {"int16"})
     _check_ref(spec, "exp_avg", spec.exp_avg, _MOMENT_DTYPES)
     _check_ref(spec, "exp_avg_sq", spec.exp_avg_sq, _MOMENT_DTYPES)
 
@@ -149,6 +164,10 @@ def check_slice(spec: SliceSpec, metas: dict[str, TensorMeta], groups: int) -> S
     _check_ref(spec, "theta", spec.theta, None)
     if spec.detector == "certified":
         _check_certified(spec, meta, groups)
+    elif spec.remainder is not None:
+        raise InvalidInput(
+            f"{_where(spec)} has a remainder, which only the certified detector reads.", remedy=_REGISTER_AGAIN
+        )
     return slice_shape(spec, meta)
 
 
@@ -199,6 +218,7 @@ class Memory:
             self.array(spec.theta),
             self.array(spec.exp_avg) if certified and spec.exp_avg is not None else None,
             self.array(spec.exp_avg_sq) if certified and spec.exp_avg_sq is not None else None,
+            self.array(spec.remainder) if certified and spec.remainder is not None else None,
         )
 
     def keep_only(self, names: set[str]) -> None:
@@ -213,7 +233,8 @@ class Memory:
 
 def files_named(specs: Sequence[SliceSpec]) -> set[str]:
     """The shared files that these slices name."""
-    return {r.file for s in specs for r in (s.theta, s.exp_avg, s.exp_avg_sq) if isinstance(r, MemoryRef)}
+    refs = (r for s in specs for r in (s.theta, s.exp_avg, s.exp_avg_sq, s.remainder))
+    return {r.file for r in refs if isinstance(r, MemoryRef)}
 
 
 def declaration(shape: SliceShape, digest_hex: str) -> SliceDecl:

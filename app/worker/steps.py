@@ -120,8 +120,8 @@ class StepReader:
             if not 0 <= spec.slice < len(self.shapes):
                 raise InvalidInput(f"slice {spec.slice} was never registered.")
             old = self.shapes[spec.slice].spec
-            if (spec.tensor, spec.numel, spec.detector, spec.blocks, spec.group) != (
-                old.tensor, old.numel, old.detector, old.blocks, old.group,
+            if (spec.tensor, spec.numel, spec.detector, spec.blocks, spec.group, spec.remainder is None) != (
+                old.tensor, old.numel, old.detector, old.blocks, old.group, old.remainder is None,
             ):  # fmt: skip
                 raise InvalidInput(f"slice {spec.slice} may only move; its declaration changed.")
             self.shapes[spec.slice] = check_slice(spec, self._metas, len(self._registration.groups))
@@ -157,11 +157,12 @@ class StepReader:
             hyper = Hyper(h.lr, h.beta1, h.beta2, h.eps, h.weight_decay, h.lr_is_tensor)
             name = self._registration.groups[spec.group].name
             counts["slices_detected"] += 1
+            m_scale, v_scale = sync.scales[spec.slice] if sync.scales else (1.0, 1.0)
             return self._reader.certified(
                 source,
                 known,
                 self._formulas.get(name) or registry.get(name),
-                StepContext(hyper, step),
+                StepContext(hyper, step, m_scale, v_scale),
                 counts,
                 exact_replay=self.exact.get(name, False),
             )

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from torch import nn
@@ -202,7 +202,7 @@ class TorchReceiver:
     `name`: of the receiver at the daemon. `run`: whose versions it follows. `daemon`: base URL; None registers nothing
     (tests, or another rank registers for all). `sockets`: all ranks' sockets, if there are several; `rank` is this
     one's place among them. `ignore`, `copies`, `shards`: see `ModuleWeights`. `on_install`: called with the version
-    while nothing is served, before it is (to flush caches).
+    while nothing is served, before it is (to flush caches). `transport`: see `ReceiverRegistration`.
     """
 
     def __init__(
@@ -222,10 +222,11 @@ class TorchReceiver:
         owner_grace_s: float = 2.0,
         finalize_timeout_s: float = 60.0,
         on_install: Callable[[int], None] | None = None,
+        transport: Literal["store", "p2p", "auto"] = "auto",
     ) -> None:
         path = Path(socket_path) if socket_path is not None else default_socket(name)
         paths = [str(Path(s).absolute()) for s in sockets] or [str(path.absolute())]
-        registration = ReceiverRegistration(name=name, kind="torch", run=run, sockets=paths)
+        registration = ReceiverRegistration(name=name, kind="torch", run=run, sockets=paths, transport=transport)
         weights = ModuleWeights(model, ignore=ignore, copies=copies, shards=shards, partial=len(paths) > 1)
         self._core = ReceiverCore(
             weights,

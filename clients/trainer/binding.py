@@ -7,6 +7,7 @@ strides, optimizer state is created as torch would create it at the first step, 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +17,9 @@ import torch
 from clients.protocol import AnyRef, SliceSpec
 from clients.trainer.arena import Arena
 from clients.trainer.formulas import begin_state
-from clients.trainer.fused import GroupSteps
+from clients.trainer.fused import MASTER, GroupSteps, moment_scales
 from clients.trainer.home import Home, local_of, put_local
-from clients.trainer.places import Mirror, Place, Places, part_of, whole_numbers
+from clients.trainer.places import Mirror, Place, Places, host_floats, part_of, whole_numbers
 from clients.trainer.shards import Piece, Plan, Shard
 from engine.errors import StateConflict
 from transports.memory.cuda_ipc import TorchCuda
@@ -28,7 +29,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Bound:
-    """A shard with its places. `moments` maps state keys (exp_avg and the second moment in use) to theirs.
+    """A shard with its places. `moments` maps state keys (exp_avg and the second moment in use, then the lower halves
+    of split masters) to theirs.
 
     Of a frozen one: `version` is torch's own count of in-place writes when it was last looked at, `writes` how often it
     may have been written since the registration, `copied` that number at the latest copy.
@@ -41,6 +43,11 @@ class _Bound:
     writes: int = 0
     copied: int = 0
     warned: bool = False
+
+    @property
+    def follows(self) -> bool:
+        """Whether a copy is read of what may be anywhere at each sync."""
+        return self.shard.mirrored and isinstance(self.theta, Mirror)
 
 
 class Binding:
@@ -77,6 +84,7 @@ class Binding:
         try:
             for shard in self._plan.shards:
                 self._bound.append(self._move_in(shard, self._arena))
+            self.scales()
             self.places.settle(self._memories())
         except BaseException:
             self.move_out()
@@ -118,7 +126,7 @@ class Binding:
             live = buffers.get(b.shard.model_name or "", memory) if b.shard.mirrored else memory
             if not b.theta.fits(live):
                 raise _changed(b.shard.name, live)
-            if b.shard.frozen and b.shard.mirrored and not b.theta.same(live):
+            if b.shard.frozen and b.follows and not b.theta.same(live):
                 self._written(b)
             if not b.shard.frozen or b.copied != b.writes:
                 b.theta.take(live)
@@ -135,7 +143,7 @@ class Binding:
         through `.data`: after a mutation the trainer announced (`announced`), any of them may have been written.
         """
         for b in self._bound:
-            if not b.shard.frozen or b.shard.mirrored:
+            if not b.shard.frozen or b.follows:
                 continue
             seen, b.version = b.version, _writes_to(b.shard.home)
             if seen != b.version:
@@ -160,6 +168,22 @@ class Binding:
         slices = zip(steps, self._slices(), strict=True)
         return [s if piece.detector == "certified" else b.writes for s, (b, piece) in slices]
 
+    def scales(self) -> list[tuple[float | None, float | None]]:
+        """What every slice's stored moments are to be multiplied with, as they are now (None: no number tells); empty
+        where none is stored so. InvalidInput if a scale is missing."""
+        found: list[torch.Tensor | None] = []
+        for b in self._bound:
+            if b.shard.group is not None:
+                optimizer = self._optimizers[self._plan.groups[b.shard.group].optimizer]
+                found += moment_scales(optimizer, b.shard.home.param, self._moment_keys(b.shard)[:2])
+            else:
+                found += [None, None]
+        if not any(x is not None for x in found):
+            return []
+        values = [x if x is None or math.isfinite(x) else None for x in host_floats(found, 1.0)]
+        pairs = zip(values[::2], values[1::2], strict=True)
+        return [pair for pair, b in zip(pairs, self._bound, strict=True) if not b.shard.replica for _ in b.shard.pieces]
+
     def _counter(self, shard: Shard) -> int | torch.Tensor:
         if shard.group is None:
             return 0
@@ -181,7 +205,7 @@ class Binding:
 
     def _move_in(self, shard: Shard, arena: Arena) -> _Bound:
         memory = shard.home.memory()
-        place = self.places.of(memory, arena, side=shard.mirrored)
+        place = self.places.of(memory, arena, side=self._copies(shard))
         bound = _Bound(shard, place, {})
         self._take(bound, memory)
         bound.version = _writes_to(shard.home)
@@ -194,8 +218,10 @@ class Binding:
         return bound
 
     def _adopt(self, b: _Bound) -> bool:
+        if b.shard.group is not None:
+            self._ensure_state(b.shard)
         memory, moved = b.shard.home.memory(), False
-        if not b.shard.mirrored and not b.theta.holds(memory):
+        if not b.follows and not b.theta.holds(memory):
             if not b.theta.fits(memory):
                 raise _changed(b.shard.name, memory)
             if b.shard.frozen and not b.theta.same(memory):
@@ -203,7 +229,6 @@ class Binding:
             self._take(b, memory)
             moved = True
         if b.shard.group is not None:
-            self._ensure_state(b.shard)
             moved = self._adopt_moments(b) or moved
         return moved
 
@@ -237,18 +262,28 @@ class Binding:
         return moved
 
     def _ensure_state(self, shard: Shard) -> None:
-        begin_state(self._state(shard), self._group(shard), shard.home.param)
+        assert shard.group is not None
+        optimizer = self._optimizers[self._plan.groups[shard.group].optimizer]
+        begin_state(optimizer, self._group(shard), shard.home.param)
 
-    def _moment_keys(self, shard: Shard) -> tuple[str, str]:
-        """The first moment, and the second one that the step divides by."""
-        return "exp_avg", "max_exp_avg_sq" if self._group(shard).get("amsgrad") else "exp_avg_sq"
+    def _moment_keys(self, shard: Shard) -> tuple[str, ...]:
+        """The first moment, the second one that the step divides by, and the lower half of split masters."""
+        second = "max_exp_avg_sq" if self._group(shard).get("amsgrad") else "exp_avg_sq"
+        return ("exp_avg", second, MASTER) if shard.split else ("exp_avg", second)
+
+    def _copies(self, shard: Shard) -> bool:
+        """Whether the weights have to be copied at each sync whatever the mode: buffers, and what cannot move out of a
+        buffer on the host. What an optimizer steps on a device is read in it."""
+        in_place = shard.optimizer is not None and self.places.exports(shard.home.memory())
+        return shard.mirrored and not in_place
 
     def _spec(self, number: int, b: _Bound, piece: Piece) -> SliceSpec:
         certified = piece.detector == "certified"
-        moments: list[AnyRef | None] = []
+        moments: list[AnyRef | None] = [None, None, None]
         if certified:
-            moments += [part_of(place.ref, piece.start, piece.numel) for place in b.moments.values()]
-        first, second = moments or (None, None)
+            refs = [part_of(place.ref, piece.start, piece.numel) for place in b.moments.values()]
+            moments[: len(refs)] = refs
+        first, second, remainder = moments
         return SliceSpec(
             slice=number,
             tensor=piece.meta.name,
@@ -258,15 +293,20 @@ class Binding:
             theta=part_of(b.theta.ref, piece.start, piece.numel),
             exp_avg=first,
             exp_avg_sq=second,
+            remainder=remainder,
             group=b.shard.group if certified else None,
             cell=b.shard.cell,
             holders=b.shard.holders,
         )
 
     def _shard_bytes(self, shard: Shard) -> int:
-        memory = shard.home.memory()
-        theta, moment = (self.places.need_bytes(memory, side=side) for side in (shard.mirrored, False))
-        return theta + (2 * moment if shard.group is not None else 0)
+        total = self.places.need_bytes(shard.home.memory(), side=self._copies(shard))
+        if shard.group is not None:
+            self._ensure_state(shard)
+            state = self._state(shard)
+            moments = (local_of(state[key]) for key in self._moment_keys(shard))
+            total += sum(self.places.need_bytes(moment, side=False) for moment in moments)
+        return total
 
     def _group(self, shard: Shard) -> dict[str, Any]:
         assert shard.group is not None

@@ -12,6 +12,7 @@ from math import prod
 
 import torch
 
+from clients.trainer.home import StateHome, local_of
 from clients.trainer.shards import OwnedRun, OwnedShard, OwnedSlice, Shard
 from engine.errors import InvalidInput
 from engine.layout.blocks import Layout
@@ -53,6 +54,22 @@ def check_master(name: str, param: torch.Tensor, master: torch.Tensor) -> None:
         raise InvalidInput(
             f"the FP32 master of {name} does not round to the parameter: one of them is stale.",
             remedy="After loading a checkpoint copy the right one over the other, then register.",
+        )
+
+
+def check_held(shard: Shard) -> None:
+    """InvalidInput if a master in the optimizer's state does not round to its parameter: after the model's weights were
+    loaded it is stale. The two halves of a split master always fit."""
+    if not isinstance(shard.home, StateHome):
+        return
+    own, master = local_of(shard.home.param).detach(), shard.home.memory().detach()
+    cast = master.to(own.dtype)
+    if cast.shape != own.shape or not torch.equal(cast.view(torch.int16), own.contiguous().view(torch.int16)):
+        raise InvalidInput(
+            f"the FP32 master of {shard.name} in the optimizer's state does not round to the parameter: one of them is "
+            "stale.",
+            remedy="After loading the model's weights load the optimizer's state that belongs to them, or make a new "
+            "optimizer. Then register or sync again.",
         )
 
 
@@ -136,11 +153,15 @@ def check_storage(shards: Sequence[Shard]) -> None:
                 f"{a.name} and {b.name} share memory but are different tensors.",
                 remedy="Tie weights by using one Parameter object in both places.",
             )
-    views = [
-        s.name
-        for m, s in memories
-        if not s.mirrored and m.device.type == "cpu" and m.untyped_storage().nbytes() > m.numel() * m.element_size()
-    ]
+
+
+def warn_of_views(moved: Iterable[Shard]) -> None:
+    """Say which of the shards that will be moved are parts of a larger buffer."""
+    views = []
+    for s in moved:
+        memory = s.home.memory()
+        if memory.untyped_storage().nbytes() > memory.numel() * memory.element_size():
+            views.append(s.name)
     if views:
         log.warning(
             "%d tensors are views of larger buffers (%s, …) and are moved out of them; a flat buffer kept elsewhere no "

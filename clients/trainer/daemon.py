@@ -1,23 +1,32 @@
 """The trainer's line to its daemon: short calls with deadlines, and what a posted sync can be asked later.
 
-One invariant: no call here waits longer than its own deadline, so training never waits for the network.
+One invariant: no call here waits longer than its own deadline, so training never waits for the network unless it was
+told to (`until_up`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 import httpx
 
-from clients.errors import ApiError, DaemonUnavailable, JobFailed, WaitTimeout
+from clients.errors import ApiError, ClientError, DaemonUnavailable, JobFailed, WaitTimeout
 from clients.http import Call, Options, Sender, nothing, one
 from clients.protocol import Cut, Job, JobState, RankRegistration, SyncRequest
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 POST_OPTIONS: Final = Options(connect_s=1.0, answer_s=5.0, attempts=3, backoff_s=0.05)
 PEEK_OPTIONS: Final = Options(connect_s=0.5, answer_s=1.0, attempts=1)
 _LONG_POLL_S: Final = 10.0
+_RETRY_S: Final = 0.5
 
 
 def is_down(error: Exception) -> bool:
@@ -30,8 +39,12 @@ def is_down(error: Exception) -> bool:
 class Daemon:
     """The calls a trainer rank makes."""
 
-    def __init__(self, url: str, token: str | None, transport: httpx.BaseTransport | None = None) -> None:
+    def __init__(
+        self, url: str, token: str | None, transport: httpx.BaseTransport | None = None, *, wait: bool = False
+    ) -> None:
+        """`wait`: whether `until_up` waits for a daemon that is down."""
         self.url = url
+        self._wait = wait
         self._sender = Sender(url, token=token, options=POST_OPTIONS, transport=transport)
         self._peek = Sender(url, token=token, options=PEEK_OPTIONS, transport=transport)
 
@@ -88,6 +101,17 @@ class Daemon:
             if time.monotonic() - asked_s < 0.02:
                 time.sleep(0.02)
 
+    def until_up(self, call: Callable[[], T], what: str) -> T:
+        """Run `call`; where the trainer waits for its daemon, again and again until that can answer."""
+        while True:
+            try:
+                return call()
+            except (DaemonUnavailable, ApiError) as e:
+                if not self._wait or not is_down(e):
+                    raise
+                log.warning("waiting to %s: %s", what, e)
+                time.sleep(_RETRY_S)
+
     def close(self) -> None:
         """Close the connections."""
         self._sender.close()
@@ -114,6 +138,14 @@ class SyncHandle:
     def poll(self) -> Job:
         """The job as it is now."""
         return self._daemon.job(self._id())
+
+    def failed(self) -> Job | None:
+        """The job if it is known to have failed or to have been aborted. One short try, no error."""
+        with contextlib.suppress(ClientError):
+            if self.job_id is not None:
+                job = self._daemon.peek(self.job_id)
+                return job if job.state in (JobState.FAILED, JobState.ABORTED) else None
+        return None
 
     def wait(self, timeout_s: float = 600.0) -> Job:
         """Wait for the final state: committed, accumulated, unchanged or aborted.

@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from clients.protocol import HyperSpec
-from clients.trainer.fused import fused_library, fused_reason
+from clients.trainer.fused import begin_fused_state, fused_library, fused_reason
 from engine.errors import InvalidInput, UnsupportedOptimizer
 
 Group = dict[str, Any]
@@ -144,13 +144,17 @@ def hyper_of(optimizer: torch.optim.Optimizer, group: Group) -> HyperSpec:
     )
 
 
-def begin_state(state: dict[str, Any], group: Group, param: torch.Tensor) -> None:
-    """Create the state of a parameter that had no step yet, as torch's Adam and AdamW would at the first one.
+def begin_state(optimizer: torch.optim.Optimizer, group: Group, param: torch.Tensor) -> None:
+    """Create the state of a parameter that had no step yet, as the optimizer would at the first one.
 
     Same keys in the same order, same dtypes: only earlier. A parameter without gradient keeps step 0 and zeros, which
     is what the formula of "not advanced" and torch's own later start both mean.
     """
+    state = optimizer.state[param]
     if state:
+        return
+    if fused_library(optimizer) is not None:
+        begin_fused_state(optimizer, param)
         return
     state["step"] = new_step_counter(group, param)
     for key in MOMENTS[: 3 if group.get("amsgrad") else 2]:

@@ -1,7 +1,7 @@
 """`FsdpSource`: a model that torch's FSDP2 (`fully_shard`) shards over many ranks. Each rank publishes its own shards.
 
-One invariant: of the ranks that hold the same part of a tensor exactly one declares it, the lowest, and all ranks know
-which from one exchange at registration. Nothing is gathered.
+One invariant: of the ranks that hold the same part of a tensor exactly one declares it, and all ranks know which from one
+exchange at registration. Nothing is gathered.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from clients.trainer.checks import persistent_buffers
 from clients.trainer.formulas import begin_state
 from clients.trainer.group import exchange, rank_and_world
 from clients.trainer.options import SourceOptions
+from clients.trainer.owners import spread
 from clients.trainer.plan import Planner
 from clients.trainer.sharded import Region, Sharded, region_of
 from clients.trainer.source import Source
@@ -59,19 +60,19 @@ class FsdpSource(Source):
         super().__init__(optimizers, models, run=run, **options)
 
     def _declare(self, planner: Planner) -> None:
+        me = rank_and_world(self._group)[0]
         (sharded, held), said = exchange(
             lambda: (Sharded(self._models), [h for model in self._models for h in _held(model, planner)]),
-            lambda found: [h.region.key(h.name) for h in found[1] if h.region.numel],
+            lambda found: [(h.region.key(h.name), me, h.region.numel) for h in found[1] if h.region.numel],
             self._group,
         )
-        me = rank_and_world(self._group)[0]
-        taken = {key for keys in said[:me] for key in keys}
-        shared = taken | {key for keys in said[me + 1 :] for key in keys}
+        owners = spread(said)
         for h in held:
             key = h.region.key(h.name)
-            cell = key if key in shared and self._replica_digests else None
-            holders = me if key in taken else None
-            if not h.region.numel or (key in taken and cell is None):
+            taken = bool(h.region.numel) and owners.first[key] != me
+            cell = key if key in owners.shared and self._replica_digests else None
+            holders = me if taken else None
+            if not h.region.numel or (taken and cell is None):
                 planner.add_elsewhere(h.name, h.tensor)
             elif h.buffer:
                 planner.add_buffer(h.name, h.tensor, cell=cell, holders=holders)
@@ -94,7 +95,7 @@ class FsdpSource(Source):
             for group in optimizer.param_groups:
                 for param in group["params"]:
                     if param.requires_grad:
-                        begin_state(optimizer.state[param], group, param)
+                        begin_state(optimizer, group, param)
 
 
 def _held(model: torch.nn.Module, planner: Planner) -> Iterable[_Held]:

@@ -39,6 +39,23 @@ class PlainHome:
         self.param.data = memory
 
 
+@dataclass(frozen=True)
+class StateHome:
+    """A tensor in an optimizer's state of `param`: masters that the optimizer keeps itself."""
+
+    optimizer: torch.optim.Optimizer
+    param: torch.Tensor
+    key: str
+
+    def memory(self) -> torch.Tensor:
+        """Empty where the state is gone."""
+        value = self.optimizer.state[self.param].get(self.key)
+        return torch.empty(0) if value is None else local_of(value)
+
+    def replace(self, memory: torch.Tensor) -> None:
+        put_local(self.optimizer.state[self.param], self.key, memory)
+
+
 def local_of(value: torch.Tensor) -> torch.Tensor:
     """This rank's plain tensor of an optimizer state entry, which is a DTensor where parameters are."""
     local: torch.Tensor = getattr(value, "_local_tensor", value)

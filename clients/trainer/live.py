@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 import torch
 
 from clients.errors import PROBLEM_PREFIX, JobFailed
-from clients.protocol import FormulaSpec, RankRegistration
+from clients.protocol import FormulaSpec, RankRegistration, SyncRequest
 from clients.trainer.binding import Binding
+from clients.trainer.checks import warn_of_views
 from clients.trainer.gate import Gate
 from clients.trainer.places import Places
 from clients.trainer.shards import Plan
@@ -62,6 +63,7 @@ def move_in(
     gate.on_unread = places.drop
     try:
         places.check(s.home.memory() for s in plan.shards)
+        warn_of_views(s for s in plan.shards if places.moves(s.home.memory(), side=s.mirrored))
         with gate.control.mutating():
             binding.move_in(lambda k: shm_name(run, launch, rank, f"m{k}"))
         if places.mirrored:
@@ -117,4 +119,22 @@ class Live:
             slices=self.binding.specs(),
             replicas=self.binding.specs(replicas=True),
             mirrored=self.binding.mirrored_slices,
+        )
+
+    def request(self, run: str, rank: int, epoch: int, step: int, version: int | None, *, hold: int) -> SyncRequest:
+        """`POST /sync` for the weights as they are after step `step`, under `hold`."""
+        return SyncRequest(
+            run=run,
+            launch=self.launch,
+            epoch=epoch,
+            rank=rank,
+            step=step,
+            hold=hold,
+            generation=self.gate.control.generation,
+            version=version,
+            hypers=self.watch.hypers(),
+            steps=self.watch.steps,
+            scales=self.watch.scales,
+            handles=self.watch.moved(),
+            replica_handles=self.watch.moved(replicas=True),
         )

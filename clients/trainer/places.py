@@ -161,11 +161,11 @@ class Places:
 
     def need_bytes(self, tensor: torch.Tensor, *, side: bool) -> int:
         """Shared memory that a tensor's place takes."""
-        return 0 if self._exports(tensor, side=side) else slot_bytes(tensor)
+        return 0 if not side and self.exports(tensor) else slot_bytes(tensor)
 
     def of(self, tensor: torch.Tensor, arena: Arena, *, side: bool) -> Place:
         """A place for `tensor`, which `take` has to fill. `side`: it is to be copied whatever the mode."""
-        if self._exports(tensor, side=side):
+        if not side and self.exports(tensor):
             self.exported += 1
             return Exported(tensor, self._cuda, self._exporter)
         slot = arena.slot_like(tensor)
@@ -173,6 +173,10 @@ class Places:
             self.mirrored += not side
             return Mirror(slot, tensor, self._cuda, self._busy)
         return slot
+
+    def moves(self, tensor: torch.Tensor, *, side: bool) -> bool:
+        """Whether the tensor itself will lie in its place, and no longer where it does."""
+        return not side and self._mode != "mirror" and not self._cuda.on_device(tensor)
 
     def settle(self, tensors: Iterable[torch.Tensor]) -> None:
         """Everything was taken: finish the copies, and let readers wait for what the streams still write. `tensors`
@@ -191,8 +195,9 @@ class Places:
         """The reads are over; what the trainer frees may go."""
         self._exporter.drop()
 
-    def _exports(self, tensor: torch.Tensor, *, side: bool) -> bool:
-        return not side and self._mode != "mirror" and self._cuda.on_device(tensor)
+    def exports(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies where it is read in place."""
+        return self._mode != "mirror" and self._cuda.on_device(tensor)
 
 
 def part_of(ref: AnyRef, start: int, numel: int) -> AnyRef:
@@ -219,4 +224,28 @@ def whole_numbers(values: list[int | torch.Tensor]) -> list[int]:
     return out
 
 
-__all__ = ["DeviceMemoryError", "Exported", "MemoryMode", "Mirror", "Place", "Places", "part_of", "whole_numbers"]
+def host_floats(values: list[torch.Tensor | None], otherwise: float) -> list[float]:
+    """Tensors of one element as numbers, `otherwise` for None. Those on devices come over in one piece per device."""
+    out = [otherwise] * len(values)
+    there: dict[torch.device, list[int]] = {}
+    for i, value in enumerate(values):
+        if value is not None:
+            there.setdefault(value.device, []).append(i)
+    for numbers in there.values():
+        found = torch.stack([cast(torch.Tensor, values[i]).detach().reshape(()).double() for i in numbers]).tolist()
+        for i, number in zip(numbers, found, strict=True):
+            out[i] = number
+    return out
+
+
+__all__ = [
+    "DeviceMemoryError",
+    "Exported",
+    "MemoryMode",
+    "Mirror",
+    "Place",
+    "Places",
+    "host_floats",
+    "part_of",
+    "whole_numbers",
+]

@@ -16,6 +16,7 @@ from clients.protocol import Detector
 from clients.trainer.arena import dtype_name
 from clients.trainer.checks import (
     check_duplicates,
+    check_held,
     check_local,
     check_master,
     check_runs,
@@ -25,8 +26,9 @@ from clients.trainer.checks import (
     run_blocks,
     slice_blocks,
 )
-from clients.trainer.formulas import formula_name, unsupported_reason
-from clients.trainer.home import PlainHome
+from clients.trainer.formulas import begin_state, formula_name, unsupported_reason
+from clients.trainer.fused import MASTER, held_master
+from clients.trainer.home import PlainHome, StateHome
 from clients.trainer.names import meta_of, plain_name, stored_dtype
 from clients.trainer.shards import Detectors, GroupKey, Names, OwnedShard, OwnedSlice, Piece, Plan, Shard
 from engine.errors import InvalidInput, UnsupportedOptimizer
@@ -244,7 +246,26 @@ class Planner:
             shard.optimizer = key.optimizer
             if any(p.detector == "certified" for p in shard.pieces):
                 shard.group = self._number(key)
+                self._find_master(shard, key)
         return shard
+
+    def _find_master(self, shard: Shard, key: GroupKey) -> None:
+        """Point the shard at the masters in the optimizer's state, if it keeps them there."""
+        optimizer, param = self.optimizers[key.optimizer], shard.home.param
+        held = held_master(optimizer, param)
+        if held is None:
+            return
+        if not shard.home.memory().is_contiguous():
+            raise InvalidInput(
+                f"{shard.name} is not contiguous, but its optimizer's state is.",
+                remedy="Make the parameter contiguous, or pass detector='snapshot' for it.",
+            )
+        if held == "remainder":
+            shard.split = True
+            return
+        begin_state(optimizer, optimizer.param_groups[key.index], param)
+        shard.home, shard.mirrored = StateHome(optimizer, param, MASTER), False
+        check_held(shard)
 
     def _choose(
         self,
@@ -262,6 +283,8 @@ class Planner:
             asked = self._detector
         if asked is not None and asked != "certified":
             return asked
+        if key is not None and held_master(self.optimizers[key.optimizer], param):
+            stored = torch.float32
         why_not = self._why_not_certified(dtype, stored, key)
         if asked == "certified" and why_not:
             raise InvalidInput(

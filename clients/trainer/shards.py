@@ -87,7 +87,8 @@ class Piece:
 @dataclass(eq=False)
 class Shard:
     """One memory: `group` counts (optimizer, group) pairs of the plan, for shards with a certified piece. `cell` and
-    `holders` as in OwnedShard."""
+    `holders` as in OwnedShard. `split`: the memory is the upper half of masters, whose lower half is in the optimizer's
+    state."""
 
     label: str
     home: Home
@@ -98,6 +99,7 @@ class Shard:
     model_name: str | None = None
     cell: str | None = None
     holders: int | None = None
+    split: bool = False
 
     @property
     def replica(self) -> bool:

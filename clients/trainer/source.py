@@ -9,16 +9,15 @@ from __future__ import annotations
 import abc
 import contextlib
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Final, Literal, Self, TypeVar, get_args
+from typing import Any, Literal, Self, get_args
 
 import httpx
 import torch
 
-from clients.errors import ApiError, ClientError, DaemonUnavailable, NotFound
-from clients.protocol import Cut, Detector, JobState, SyncRequest
+from clients.errors import ApiError, ClientError, NotFound
+from clients.protocol import Cut, Detector, Job, SyncRequest
 from clients.trainer.daemon import Daemon, SyncHandle, is_down
 from clients.trainer.gate import Gate
 from clients.trainer.group import Agree, default_agree, new_launch, rank_and_world
@@ -27,15 +26,13 @@ from clients.trainer.names import check_ids
 from clients.trainer.places import MemoryMode, Places
 from clients.trainer.plan import Planner
 from clients.trainer.shards import Names, Plan
+from clients.trainer.turns import ACCUMULATE, Ready, Turn, Turns
 from engine.errors import DteError, InvalidInput, StateConflict
 from transports.memory.cuda_ipc import Cuda, TorchCuda
 from transports.memory.generation import ControlBlock, control_name
 from transports.memory.shm import remove_stale
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-_RETRY_S: Final = 0.5
 
 
 class Source(abc.ABC):
@@ -83,13 +80,12 @@ class Source(abc.ABC):
         self._optimizers, self._models = list(optimizers), list(models)
         self._names, self._detector, self._dtypes = names, detector, dtypes
         self._group = group
-        self._agree = agree or default_agree(group)
-        self._wait_for_daemon = on_daemon_down == "wait"
+        self._turns = Turns(agree or default_agree(group))
         self._hold_timeout_s = hold_timeout_s
         self._register_timeout_s = register_timeout_s
         self._memory: MemoryMode = memory
         self._replica_digests = replica_digests
-        self._daemon = Daemon(daemon, token, transport)
+        self._daemon = Daemon(daemon, token, transport, wait=on_daemon_down == "wait")
         self._live: Live | None = None
         self._missed: SyncRequest | None = None
         self._last: tuple[SyncRequest, SyncHandle] | None = None
@@ -150,9 +146,9 @@ class Source(abc.ABC):
         try:
             live.watch.install()
             body = live.registration(self.run, self.rank, self.world, step, hold=live.gate.take())
-            job = self._until_up(lambda: self._daemon.register(body), "register")
+            job = self._daemon.until_up(lambda: self._daemon.register(body), "register")
             live.gate.posted(job.id)
-            self.epoch = self._until_up(
+            self.epoch = self._daemon.until_up(
                 lambda: self._daemon.wait_job(job.id, self._register_timeout_s, opened=True), "finish registering"
             ).epoch
         except BaseException:
@@ -162,6 +158,7 @@ class Source(abc.ABC):
             live.drop()
             raise
         self._live, self._posted_step = live, step
+        self._turns.forget()
         log.info(
             "run %s: rank %d of %d registered, launch %s, epoch %s, %d slices, %.1f MiB shared",
             self.run, self.rank, self.world, launch, self.epoch, len(plan.shards),
@@ -210,73 +207,56 @@ class Source(abc.ABC):
 
         They accumulate when `publish` is False, when the last version is still undecided, or when a rank's daemon is
         down; the next version then carries them. Returns after one short POST; the next optimizer step waits for the
-        read, not this call. All ranks call it for the same steps. Syncing the same step again returns the same job.
+        read, not this call. All ranks call it for the same steps. Syncing the same step again returns the same job, and
+        may be done by one rank alone. A step in which a rank raised becomes no version: the other ranks accumulate it,
+        so does that rank if it syncs it again, and otherwise its next sync carries it.
 
         Raises StateConflict (superseded by a newer launch, steps going back, a parameter replaced), InvalidInput (a
         step that cannot be undone), or ApiError.
         """
-        live = self._registered()
-        if self._last is not None and step <= self._last[0].step:
-            return self._again(step)
-        problem: DteError | None = None
-        up, mine = True, -1
-        try:
-            live.watch.settle()
-            live.watch.hypers()
-            self._check()
-            self._report_last()
-            if publish:
-                up, mine = self._cut(live)
-        except DteError as e:
-            problem = e
-        # Every rank makes this call, whatever happened to it: the others are waiting in it.
-        agreed = self._agree(mine)
-        if problem is not None:
-            raise problem
-        if not up:
-            return self._without_daemon(step, None)
-        assert self.epoch is not None
-        return self._post(
-            live,
-            SyncRequest(
-                run=self.run,
-                launch=live.launch,
-                epoch=self.epoch,
-                rank=self.rank,
-                step=step,
-                hold=live.gate.take(),
-                generation=live.gate.control.generation,
-                version=agreed if publish and agreed >= 0 else None,
-                hypers=live.watch.hypers(),
-                steps=live.watch.steps,
-                handles=live.watch.moved(),
-                replica_handles=live.watch.moved(replicas=True),
-            ),
-        )
+        if self._live is not None:
+            self._registered()  # a fork of the trainer takes no part in what its ranks agree on
+        if (turn := self._turns.known(step)) is not None:
+            return self._again(turn)
+        turn, mine = self._turns.take(step, lambda: self._ready(publish))
+        if not mine.up:
+            return self._without_daemon(step)
+        return self._post(self._registered(), step, turn.version if publish else None)
 
     # --- sync, in pieces ---------------------------------------------------------------------------------------------
 
-    def _cut(self, live: Live) -> tuple[bool, int]:
-        """(daemon is up, the version number this rank's daemon would publish next or -1)."""
+    def _ready(self, publish: bool) -> Ready:
+        """Make everything ready to be read, and ask for the number that this rank's daemon would publish next."""
+        live = self._prepare()
+        self._report_last()
+        return self._cut(live) if publish else Ready(ACCUMULATE)
+
+    def _prepare(self) -> Live:
+        live = self._registered()
+        live.watch.settle()
+        live.watch.hypers()
+        self._check()
+        return live
+
+    def _cut(self, live: Live) -> Ready:
         try:
-            if self._missed is not None:
-                self._confess(self._missed)
+            self._confess()
             cut = self._ask(live)
         except ClientError as e:
             if not is_down(e):
                 raise
             log.warning("run %s: %s Training goes on; the next sync carries this step too.", self.run, e)
-            return False, -1
+            return Ready(ACCUMULATE, up=False)
         if self.epoch is not None and cut.epoch > self.epoch:
             raise StateConflict(
                 f"epoch {cut.epoch} of run {self.run} is open; this trainer is of epoch {self.epoch} and superseded.",
                 remedy="Stop it: a newer launch of the run has taken over.",
             )
-        return True, -1 if cut.version is None else cut.version
+        return Ready(ACCUMULATE if cut.version is None else cut.version)
 
     def _ask(self, live: Live) -> Cut:
         def ask() -> Cut:
-            return self._until_up(lambda: self._daemon.cut(self.run, self.rank), "ask for the next version")
+            return self._daemon.until_up(lambda: self._daemon.cut(self.run, self.rank), "ask for the next version")
 
         try:
             return ask()
@@ -294,83 +274,96 @@ class Source(abc.ABC):
             raise why
         log.warning("run %s: the daemon has lost rank %d; registering it again.", self.run, self.rank)
         body = live.registration(self.run, self.rank, self.world, self._posted_step, hold=live.gate.take_over())
-        live.gate.posted(self._until_up(lambda: self._daemon.register(body), "register again").id)
+        live.gate.posted(self._daemon.until_up(lambda: self._daemon.register(body), "register again").id)
         live.watch.told()
 
-    def _confess(self, missed: SyncRequest) -> None:
-        """Post, late and with its hold revoked, a version whose parts other ranks' daemons hold already.
+    def _confess(self) -> Job | None:
+        """Post, late and with its hold revoked, a version whose parts other ranks' daemons hold already. Its job.
 
         Only this rank's daemon may say that its own part will never come; the revoked hold makes it say so.
         """
+        if (missed := self._missed) is None:
+            return None
+        job = None
         try:
-            self._daemon.sync(missed)
+            job = self._daemon.sync(missed)
         except ApiError as e:
             if is_down(e):
                 raise
             log.warning("run %s: version %s of step %d: %s", self.run, missed.version, missed.step, e)
         self._missed = None
+        return job
 
-    def _post(self, live: Live, request: SyncRequest) -> SyncHandle:
+    def _post(self, live: Live, step: int, version: int | None) -> SyncHandle:
+        assert self.epoch is not None
+        request = live.request(self.run, self.rank, self.epoch, step, version, hold=live.gate.take())
         try:
-            job = self._until_up(lambda: self._daemon.sync(request), "sync")
+            job = self._daemon.until_up(lambda: self._daemon.sync(request), "sync")
         except DteError as e:
             live.gate.revoke("the sync could not be posted")
             if isinstance(e, NotFound):
                 self._rejoin(live, e)
-                return self._without_daemon(request.step, None)
+                return self._without_daemon(step)
+            if version is not None:
+                self._missed = request
             if not is_down(e):
                 raise
             log.warning("run %s: %s Training goes on; the next sync carries this step too.", self.run, e)
-            return self._without_daemon(request.step, request)
+            return self._without_daemon(step)
         live.gate.posted(job.id)
         live.watch.told()
-        handle = SyncHandle(request.step, request.version, job.id, self._daemon)
+        return self._synced(request, job)
+
+    def _synced(self, request: SyncRequest, job: Job) -> SyncHandle:
+        handle = SyncHandle(request.step, job.version, job.id, self._daemon)
         self._last, self._posted_step = (request, handle), request.step
         self._syncs += 1
         return handle
 
-    def _again(self, step: int) -> SyncHandle:
-        """The same step once more: the same answer, unless the weights are not the same any more."""
-        assert self._last is not None
+    def _again(self, turn: Turn) -> SyncHandle:
+        """The same step once more: the same answer, unless the weights are not the same any more.
+
+        What has changed since a step that failed on some rank goes into the next version, like the step itself.
+        """
+        live, step = self._registered(), turn.step
+        if self._last is None or self._last[0].step != step:
+            return self._late(live, step)
         request, handle = self._last
-        if step < request.step:
-            raise StateConflict(
-                f"step {step} comes after step {request.step} was synced.", remedy="Step numbers only go up."
-            )
-        control = self._registered().gate.control
-        if control.generation != request.generation and control.revoked < request.hold:
+        control = live.gate.control
+        if not turn.failed and control.generation != request.generation and control.revoked < request.hold:
             raise StateConflict(
                 f"step {step} was synced already and the weights have changed since.",
                 remedy="Give every optimizer step its own number.",
             )
         return handle
 
-    def _without_daemon(self, step: int, missed: SyncRequest | None) -> SyncHandle:
-        if missed is not None and missed.version is not None:
-            self._missed = missed
+    def _late(self, live: Live, step: int) -> SyncHandle:
+        """Sync a step that was agreed on and that this rank's daemon has not got. It only accumulates.
+
+        The other ranks have posted the step, so what this rank holds by now may not be of the same one.
+        """
+        self._prepare()
+        missed = self._missed
+        try:
+            job = self._confess()
+        except ClientError as e:
+            if not is_down(e):
+                raise
+            log.warning("run %s: %s Training goes on; the next sync carries this step too.", self.run, e)
+            return self._without_daemon(step)
+        if job is not None and missed is not None and missed.step == step:
+            return self._synced(missed, job)
+        return self._post(live, step, None)
+
+    def _without_daemon(self, step: int) -> SyncHandle:
         self._down += 1
         return SyncHandle(step, None, None, self._daemon)
 
     def _report_last(self) -> None:
         """Say when the previous sync failed, for those who never look at handles."""
-        if self._last is None or self._last[1].job_id is None:
-            return
-        with contextlib.suppress(ClientError):
-            job = self._daemon.peek(self._last[1].job_id)
-            if job.state in (JobState.FAILED, JobState.ABORTED):
-                why = f": {job.problem.title}. {job.problem.detail}" if job.problem is not None else ""
-                log.warning("run %s: the sync of step %d ended as %s%s", self.run, job.step, job.state, why)
-
-    def _until_up(self, call: Callable[[], T], what: str) -> T:
-        """Run `call`; with on_daemon_down='wait', again and again until the daemon can answer."""
-        while True:
-            try:
-                return call()
-            except (DaemonUnavailable, ApiError) as e:
-                if not self._wait_for_daemon or not is_down(e):
-                    raise
-                log.warning("run %s: waiting to %s: %s", self.run, what, e)
-                time.sleep(_RETRY_S)
+        if self._last is not None and (job := self._last[1].failed()) is not None:
+            why = f": {job.problem.title}. {job.problem.detail}" if job.problem is not None else ""
+            log.warning("run %s: the sync of step %d ended as %s%s", self.run, job.step, job.state, why)
 
     # --- life --------------------------------------------------------------------------------------------------------
 

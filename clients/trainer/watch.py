@@ -15,6 +15,7 @@ import torch
 
 from clients.protocol import HyperSpec, SliceSpec
 from clients.trainer.binding import Binding
+from clients.trainer.checks import check_held
 from clients.trainer.formulas import formula_name, hyper_of
 from clients.trainer.gate import Gate
 from clients.trainer.shards import Plan, Shard
@@ -69,10 +70,13 @@ class Watch:
         self._late = any(self._on_device(o) for o in optimizers)
         self._stepped_since = False
         self.steps = binding.steps()
+        self.scales: list[tuple[float | None, float | None]] = []
+        """Of the moments as they lie in memory since `settle`."""
         self.moved_total = 0
         self.loads = 0
         """How often a model's weights were loaded since the registration."""
         self._announced = gate.announced
+        self._loads_checked = 0
 
     def install(self) -> None:
         """Register the hooks."""
@@ -110,6 +114,11 @@ class Watch:
             self._binding.note_writes(announced=self._gate.announced != self._announced)
             self._announced = self._gate.announced
             self._binding.refresh_mirrors()
+            self.scales = self._binding.scales()
+        if self.loads != self._loads_checked:
+            for shard in self._plan.shards:
+                check_held(shard)
+            self._loads_checked = self.loads
         if self._stepped_since:
             self.steps, self._stepped_since = self._binding.steps(), False
         self.steps = self._binding.with_writes(self.steps)

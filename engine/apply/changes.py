@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from engine.apply.arrivals import Arrived, arrived
 from engine.apply.live import LiveCopy, LiveTensor
 from engine.apply.pieces import Dense, Reader, Sparse
 from engine.apply.target import Target
@@ -76,6 +77,18 @@ def _differing(copy: LiveCopy, piece: Dense) -> tuple[I64, I64, U16, U16, int]:
     return keep + ((piece.start or 0) + lo), keep + at, old[keep], bits[keep], hi - lo
 
 
+def _arriving(copy: LiveCopy, piece: Arrived) -> tuple[I64, I64, U16, U16]:
+    """(canonical, local, old, new) of the lanes that change; CodecError if one that was sent as changed is live."""
+    old = copy.lanes.gather(piece.local)
+    same = old == piece.bits
+    if not same.any():
+        return piece.canonical, piece.local, old, piece.bits
+    if not piece.dense:
+        raise CodecError(f"what arrived lists lanes of {piece.tensor!r} that do not change.")
+    keep = np.flatnonzero(~same)
+    return piece.canonical[keep], piece.local[keep], old[keep], piece.bits[keep]
+
+
 def lanes_here(copy: LiveCopy, piece: Dense) -> int:
     """How many lanes of the tile are in this copy."""
     window = None if piece.start is None else copy.window(piece.start, piece.bits.size)
@@ -102,8 +115,8 @@ class Collector:
         self._selected = selected
         self._piles: dict[str, _Pile] = {}
 
-    def add(self, piece: Sparse | Dense) -> None:
-        """Keep what the piece changes here; CodecError if a difference is none."""
+    def add(self, piece: Sparse | Dense | Arrived) -> None:
+        """Keep what the piece changes here; CodecError if something is said to change and does not."""
         live = self._selected[piece.tensor]
         pile = self._piles.get(piece.tensor)
         if pile is None:
@@ -115,9 +128,12 @@ class Collector:
             new: U16 = old + diffs
             if not diffs.all():
                 raise CodecError(f"a chunk lists lanes of {piece.tensor!r} that do not change.")
-        else:
+        elif isinstance(piece, Dense):
             canonical, local, old, new, here = _differing(first, piece)
             pile.dense_lanes += here
+        else:
+            canonical, local, old, new = _arriving(first, piece)
+            pile.dense_lanes += piece.local.size if piece.dense else 0
         for lanes, copy in zip(pile.local, live.copies, strict=True):
             lanes.append(_narrow(local if copy is first else copy.locator.locate(canonical)[1], copy.lanes.lanes))
         pile.old.append(old)
@@ -152,8 +168,13 @@ class Collector:
 
 
 def collect(target: Target, selected: Mapping[str, LiveTensor]) -> Collector:
-    """Read every chunk of the target once."""
-    collector, reader = Collector(selected), Reader(target, selected)
+    """Read every chunk of the target once, or what arrived in their place."""
+    collector = Collector(selected)
+    if target.received is not None:
+        for one in arrived(target, target.received, selected):
+            collector.add(one)
+        return collector
+    reader = Reader(target, selected)
     for file in target.chunks:
         for piece in reader.pieces(file):
             collector.add(piece)

@@ -18,6 +18,7 @@ from engine.detect.base import I64, Bool
 from engine.digest import DigestKey
 from engine.errors import LayoutError, ProofError
 from engine.layout.blocks import Block, Layout, contiguous_shift
+from engine.layout.mapping import map_partial
 from engine.records.models import ITEMSIZE, TensorMeta
 
 
@@ -90,6 +91,13 @@ class LiveCopy:
     def held(self) -> int:
         """Canonical lanes in this copy."""
         return sum(block.numel for block in self.layout.blocks)
+
+    def canonical(self, local: I64) -> I64:
+        """The canonical lane of each local lane, −1 for one out of range or without one, such as padding."""
+        shift = self.locator.shift
+        if shift is None:
+            return map_partial(self.layout, local)
+        return np.where((local >= 0) & (local < self.lanes.lanes), local + shift, -1)
 
     def window(self, start: int, count: int) -> tuple[int, int, int] | None:
         """Where canonical lanes [start, start + count) lie here if this copy is one run of them, else None.

@@ -145,8 +145,9 @@ class Applier:
         then = {n: add(d, collector.delta(n)) for n, d in live.items()}
         bad = _differing(selected, then, want)
         if bad:
+            what = "the chunks" if target.received is None else "the deliveries"
             raise WrongResult(
-                f"the chunks of version {target.version} do not lead to its digests: {_names(bad)}.",
+                f"{what} of version {target.version} do not lead to its digests: {_names(bad)}.",
                 remedy="Nothing was written. The receiver is brought up from another anchor.",
             )
         changes = collector.changes()
@@ -236,6 +237,8 @@ class Applier:
         for earlier, later in itertools.pairwise(targets):
             if later.base != earlier.version:
                 raise InvalidInput(f"version {later.version} is based on {later.base}, not on {earlier.version}.")
+        if any(t.received is not None for t in targets):
+            raise InvalidInput("a resync is made from chunks; what arrived from the trainer's ranks has no undo there.")
         selected = self._live.select(targets[-1].tensors)
         for number, target in enumerate(targets):
             if self._live.select(target.tensors).keys() != selected.keys():

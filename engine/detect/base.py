@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.bf16 import Rounding
 from engine.layout.blocks import Layout
 from engine.optimizers.base import Formula, StepContext
 
@@ -81,11 +82,12 @@ class DetectBackend(Protocol):
         *,
         exact_replay: bool,
         first_tile: int = 0,
+        rounding: Rounding = "even",
     ) -> Detection:
         """Detect in tiles [tile_start, tile_stop) of the slice.
 
         `theta`, `m`, `v` are the slice from tile `first_tile` on (at least up to `tile_stop`), 1-D, contiguous, FP32 (m
         and v may be BF16/FP16): the whole slice, or the part of it that was copied to the host. `exact_replay` says the
         formula passed its self-test in this process, so replay may drop elements; otherwise it may only narrow the
-        candidates of elements that are kept.
+        candidates of elements that are kept. `rounding`: how θ became the bits that receivers hold, before and now.
         """

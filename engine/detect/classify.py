@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.bf16 import round_to_bf16_bits
+from engine.bf16 import Rounding, round_to_bf16_bits
 from engine.detect.base import I64, U16, Bool
 from engine.optimizers.base import Formula, Interval, StepContext
 from engine.optimizers.bounds import HasMonotoneForward
@@ -94,10 +94,10 @@ def key_floats(keys: torch.Tensor) -> torch.Tensor:
     return torch.where(bits >= _SIGN, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
 
 
-def _round_key(keys: torch.Tensor) -> torch.Tensor:
+def _round_key(keys: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     """BF16 bits (int64) of the FP32 values with these keys, none of them NaN."""
     bits = key_bits(keys)
-    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return (bits + (0x8000 if rounding == "away" else 0x7FFF + ((bits >> 16) & 1))) >> 16
 
 
 def _bf16_key(bits: torch.Tensor) -> torch.Tensor:
@@ -129,14 +129,15 @@ def classify(
     v: torch.Tensor,
     *,
     exact_replay: bool,
+    rounding: Rounding = "even",
 ) -> Verdicts:
-    """Judge every element of 1-D tensors of one shape. `exact_replay` as in `DetectBackend.detect`."""
+    """Judge every element of 1-D tensors of one shape. `exact_replay`, `rounding` as in `DetectBackend.detect`."""
     n = theta.numel()
-    new = round_to_bf16_bits(theta)
+    new = round_to_bf16_bits(theta, rounding)
     current = torch.from_numpy(new.astype(np.int64))
     interval = formula.invert(theta, m, v, ctx)
     lo, hi = outward_keys(interval)
-    low_bits, high_bits = _round_key(lo), _round_key(hi)
+    low_bits, high_bits = _round_key(lo, rounding), _round_key(hi, rounding)
     unknown = ~(torch.isfinite(interval.lo) & torch.isfinite(interval.hi))
     single = ~unknown & (low_bits == high_bits)
     changed = single & (low_bits != current)
@@ -148,13 +149,13 @@ def classify(
     narrow = (hi - lo + 1)[doubtful] <= MAX_REPLAYED
     replayed = doubtful[narrow] if can_replay else doubtful[:0]
     listed = doubtful[~narrow] if can_replay else doubtful
-    owner, value = _replay(formula, ctx, theta, m, v, lo, hi, replayed)
+    owner, value = _replay(formula, ctx, theta, m, v, lo, hi, replayed, rounding)
     impossible[replayed] = True
     impossible[owner] = False
     if can_replay and listed.numel() and isinstance(formula, HasMonotoneForward) and formula.is_monotone(ctx):
         first, last = _preimage(formula, ctx, theta[listed], m[listed], v[listed], lo[listed], hi[listed])
         impossible[listed[first > last]] = True
-        low_bits[listed], high_bits[listed] = _round_key(first), _round_key(last)
+        low_bits[listed], high_bits[listed] = _round_key(first, rounding), _round_key(last, rounding)
         listed = listed[first <= last]
 
     low_key, high_key = _bf16_key(low_bits[listed]), _bf16_key(high_bits[listed])
@@ -231,6 +232,7 @@ def _replay(
     lo: torch.Tensor,
     hi: torch.Tensor,
     elements: torch.Tensor,
+    rounding: Rounding,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Distinct BF16 values of the FP32 candidates whose forward step gives exactly θ: (element, BF16 bits) pairs."""
     owners: list[torch.Tensor] = [elements[:0]]
@@ -241,7 +243,7 @@ def _replay(
         keys = lo[batch][position] + offset
         stepped = formula.forward(key_floats(keys), m[owner], v[owner], ctx)
         hit = stepped.view(torch.int32) == theta[owner].view(torch.int32)
-        owner, bits = owner[hit], _round_key(keys[hit])
+        owner, bits = owner[hit], _round_key(keys[hit], rounding)
         fresh = torch.ones(owner.numel(), dtype=torch.bool)
         fresh[1:] = (owner[1:] != owner[:-1]) | (bits[1:] != bits[:-1])  # keys ascend, so equal bits are neighbours
         owners.append(owner[fresh])

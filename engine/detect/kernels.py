@@ -51,18 +51,19 @@ def _cheap_interval(theta: F32, m: F32, v: F32, constants: F32, low: F32, high: 
 
 
 @_kernel
-def _compare(theta: U32, low: U32, high: U32, largest: np.uint32, nan: np.uint16, bits: U16, flags: U8) -> None:
+def _compare(theta: U32, low: U32, high: U32, largest: np.uint32, rounding: U32, bits: U16, flags: U8) -> None:
     """BF16 bits of θ, and whether an end of the interval may round to others. FP32 arrays as bit patterns.
 
-    All patterns strictly within 0x8000 of a BF16 value's pattern round to it, so one subtraction and one unsigned
-    comparison tell; ties, other signs, infinities and NaN lie outside. Every intermediate is cut back to 32 bits by
-    hand: numba would widen to 64, which halves the vector width.
+    All patterns strictly within 0x8000 of a BF16 value's pattern round to it, wherever ties go, so one subtraction and
+    one unsigned comparison tell; ties, other signs, infinities and NaN lie outside. Every intermediate is cut back to
+    32 bits by hand: numba would widen to 64, which halves the vector width.
     """
-    half, one, sixteen, reach = np.uint32(0x7FFF), np.uint32(1), np.uint32(16), np.uint32(0xFFFE)
-    magnitude, infinite = np.uint32(0x7FFF_FFFF), np.uint32(0x7F80_0000)
+    half, sixteen, reach = np.uint32(0x7FFF), np.uint32(16), np.uint32(0xFFFE)
+    magnitude = np.uint32(0x7FFF_FFFF)
+    bias, parity, infinite, nan = rounding[0], rounding[1], rounding[2], np.uint16(rounding[3])
     for j in range(theta.shape[0]):
         t = theta[j]
-        now = np.uint32(np.uint32(t + np.uint32(half + np.uint32(np.uint32(t >> sixteen) & one))) >> sixteen)
+        now = np.uint32(np.uint32(t + np.uint32(bias + np.uint32(np.uint32(t >> sixteen) & parity))) >> sixteen)
         edge = np.uint32(np.uint32(now << sixteen) - half)
         size = np.uint32(t & magnitude)
         flags[j] = np.uint8((np.uint32(low[j] - edge) > reach) | (np.uint32(high[j] - edge) > reach) | (size > largest))
@@ -75,7 +76,7 @@ def scan(
     m: F32,
     v: F32,
     constants: F32,
-    nan_bits: int,
+    rounding: U32,
     a: U64,
     b: U64,
     canonical_start: int,
@@ -85,7 +86,8 @@ def scan(
 ) -> int:
     """Scan θ, m, v (one length, from a tile boundary on) and return how many element numbers went into `flagged`.
 
-    `constants`: FP32 [8] = neg_s, inv_b, eps, inv_c, g_theta, g_q, tiny, largest known |θ|. `digests[t]` receives
+    `constants`: FP32 [8] = neg_s, inv_b, eps, inv_c, g_theta, g_q, tiny, largest known |θ|. `rounding`: as packed by
+    `cpu.pack_rounding`. m and v: as stored, widened to FP32. `digests[t]` receives
     the digest of tile t if the elements are canonical lanes canonical_start, …; with a negative canonical_start no
     digest is computed. `flagged` must have room for every element.
     """
@@ -99,13 +101,12 @@ def scan(
     bits = np.empty(BLOCK, np.uint16)
     flags = np.empty(BLOCK, np.uint8)
     words = flags.view(np.uint64)
-    nan = np.uint16(nan_bits)
     found = 0
     for start in range(0, n, BLOCK):
         size = min(BLOCK, n - start)
         stop = start + size
         _cheap_interval(theta[start:stop], m[start:stop], v[start:stop], constants, low, high)
-        _compare(theta_bits[start:stop], low_bits, high_bits, largest, nan, bits, flags)
+        _compare(theta_bits[start:stop], low_bits, high_bits, largest, rounding, bits, flags)
         if canonical_start >= 0:
             digests[start // tile_lanes] += run_digest(bits[:size], a, b, canonical_start + start)
         flags[size:] = 0
@@ -136,26 +137,42 @@ def _end_bits(x: float, up: bool) -> np.uint32:
 
 
 @_kernel
-def _bf16(bits: np.uint32) -> np.uint32:
-    return np.uint32((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+def _bf16(bits: np.uint32, bias: np.uint32, parity: np.uint32) -> np.uint32:
+    return np.uint32(np.uint32(bits + np.uint32(bias + ((bits >> np.uint32(16)) & parity))) >> np.uint32(16))
 
 
 @_kernel
-def judge(theta: F32, m: F32, v: F32, step: F64, flagged: I32, count: int, verdict: U8, old: U16) -> None:
+def judge(
+    theta: F32, m: F32, v: F32, step: F64, rounding: U32, flagged: I32, count: int, verdict: U8, old: U16
+) -> None:
     """The exact interval of the first `count` flagged elements: verdict 0 unchanged, 1 changed with these old bits, 2
-    ambiguous or unknown. `step`: FP64 [12] as packed by `cpu.pack_step`; FP32 moments only."""
+    ambiguous or unknown. `step`: FP64 [18] as packed by `cpu.pack_step`; m and v as stored, widened to FP32."""
     c, s, b, eps, q_rel, root_abs = step[0], step[1], step[2], step[3], step[4], step[5]
     num_abs, q_abs, out_abs, rounds_decay, decay_rel, largest = step[6], step[7], step[8], step[9], step[10], step[11]
+    m_scale, m_rel, m_floor, v_scale, v_rel, v_floor = step[12], step[13], step[14], step[15], step[16], step[17]
+    bias, parity = rounding[0], rounding[1]
     unit = 2.0**-24
     size = abs(c)
     for k in range(count):
         i = flagged[k]
+        verdict[k] = np.uint8(2)
         t = np.float64(theta[i])
-        den = np.sqrt(np.float64(v[i])) / b + eps
-        q = s * np.float64(m[i]) / den
-        room = den - root_abs
+        mom, var = np.float64(m[i]) * m_scale, np.float64(v[i]) * v_scale
+        root = np.sqrt(var)
+        den = root / b + eps
+        root_slack, num_slack = root_abs, num_abs
+        if v_rel != 0.0:
+            error = max(var * v_rel, v_floor)
+            down, up = root - np.sqrt(max(var - error, 0.0)), np.sqrt(var + error) - root
+            root_slack = max(down, up) / b + root_abs
+        if m_rel != 0.0:
+            num_slack = abs(s) * max(abs(mom) * m_rel, m_floor) + num_abs
+        if (m_scale == 0.0 and m[i] != 0.0) or (v_scale == 0.0 and v[i] != 0.0):
+            continue
+        q = s * mom / den
+        room = den - root_slack
         q_size, t_size = abs(q), abs(t)
-        q_err = q_size * (q_rel + 1.01 * root_abs / room) + 1.01 * num_abs / room + q_abs
+        q_err = q_size * (q_rel + 1.01 * root_slack / room) + 1.01 * num_slack / room + q_abs
         a = unit * t_size + q_err + out_abs
         back = t + q
         if rounds_decay != 0.0:
@@ -165,12 +182,12 @@ def judge(theta: F32, m: F32, v: F32, step: F64, flagged: I32, count: int, verdi
         d = a + 1.05 * (decay_rel / size) * (abs(centre) + a)
         d = d * (1.0 + 2.0**-20) + 2.0**-50 * (t_size + q_size) / size
         lo, hi = centre - d, centre + d
-        verdict[k] = np.uint8(2)
         if not (np.isfinite(lo) and np.isfinite(hi) and room > 0.0 and t_size <= largest):
             continue
-        least, most = _bf16(_end_bits(lo, False)), _bf16(_end_bits(hi, True))
+        least, most = _bf16(_end_bits(lo, False), bias, parity), _bf16(_end_bits(hi, True), bias, parity)
         if least == most:
-            verdict[k] = np.uint8(0 if least == _bf16(np.float32(theta[i]).view(np.uint32)) else 1)
+            now = _bf16(np.float32(theta[i]).view(np.uint32), bias, parity)
+            verdict[k] = np.uint8(0 if least == now else 1)
             old[k] = np.uint16(least)
 
 
@@ -181,7 +198,7 @@ def sweep(
     v: F32,
     fast: F32,
     step: F64,
-    nan_bits: int,
+    rounding: U32,
     a: U64,
     b: U64,
     canonical_start: int,
@@ -206,8 +223,8 @@ def sweep(
         tile = start // tile_lanes
         t, mom, var = theta[start:stop], m[start:stop], v[start:stop]
         origin = canonical_start + start if canonical_start >= 0 else -1
-        count = scan(t, mom, var, fast, nan_bits, a, b, origin, tile_lanes, digests[tile : tile + 1], hits)
-        judge(t, mom, var, step, hits, count, judged, bits)
+        count = scan(t, mom, var, fast, rounding, a, b, origin, tile_lanes, digests[tile : tile + 1], hits)
+        judge(t, mom, var, step, rounding, hits, count, judged, bits)
         for k in range(count):
             if judged[k] != 0:
                 sent[found] = start + hits[k]

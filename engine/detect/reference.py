@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from engine.bf16 import round_to_bf16_bits
+from engine.bf16 import Rounding, round_to_bf16_bits
 from engine.detect.assemble import assemble, concatenate, without_entries
 from engine.detect.base import TILE, Detection, SliceGeometry
 from engine.detect.check import check_state, check_window
@@ -35,6 +35,7 @@ class ReferenceBackend:
         *,
         exact_replay: bool,
         first_tile: int = 0,
+        rounding: Rounding = "even",
     ) -> Detection:
         """See `DetectBackend.detect`."""
         theta, m, v = theta.detach(), m.detach(), v.detach()
@@ -43,8 +44,9 @@ class ReferenceBackend:
         parts, before = [], first_tile * TILE
         for tile in range(tile_start, tile_stop):
             lanes = slice(tile * TILE - before, min((tile + 1) * TILE - before, theta.numel()))
-            verdicts = classify(formula, ctx, theta[lanes], m[lanes], v[lanes], exact_replay=exact_replay)
-            digest = tile_digests(geometry, round_to_bf16_bits(theta[lanes]), tile)
+            state = (theta[lanes], m[lanes], v[lanes])
+            verdicts = classify(formula, ctx, *state, exact_replay=exact_replay, rounding=rounding)
+            digest = tile_digests(geometry, round_to_bf16_bits(theta[lanes], rounding), tile)
             parts.append(assemble(tile, np.arange(lanes.start, lanes.stop, dtype=np.int64) + before, verdicts, digest))
         return (
             concatenate(parts) if parts else without_entries(tile_start, np.zeros(0, np.uint64), np.zeros(0, np.bool_))

@@ -19,6 +19,7 @@ MAX_BLOCKS = 1 << 14
 """Blocks a layout may have."""
 _IRREGULAR_LIMIT = 1 << 26  # elements that may be walked one by one when strides do not divide each other
 _WALK = 1 << 20
+_RUNS_LIMIT = 1 << 10  # runs by which a lattice may be cut
 
 
 def meetings(a: Lattice, b: Lattice) -> list[Meeting]:
@@ -27,10 +28,64 @@ def meetings(a: Lattice, b: Lattice) -> list[Meeting]:
         return []
     levels = common_levels((a, b))
     if levels is None:
-        return _irregular(a, b)
+        met = _by_runs(a, b)
+        return _irregular(a, b) if met is None else met
     right = boxes(b, levels)
-    met = (meet_boxes(x, y, levels) for x in boxes(a, levels) for y in right)
-    return [m for m in met if m is not None]
+    found = (meet_boxes(x, y, levels) for x in boxes(a, levels) for y in right)
+    return [m for m in found if m is not None]
+
+
+def _cut(lattice: Lattice, lo: int, hi: int) -> list[Lattice]:
+    """The elements with an index in [lo, hi), as at most two lattices a dimension and one more."""
+    if lattice.last < lo or lattice.offset >= hi:
+        return []
+    if lattice.offset >= lo and lattice.last < hi:
+        return [lattice]
+    (n, stride, carried), *inner = lattice.dims
+    span = lattice.last - lattice.offset - (n - 1) * stride
+    first = min(n, max(0, -(-(lo - lattice.offset) // stride)))  # rows from here on start inside
+    stop = min(n, max(0, (hi - 1 - span - lattice.offset) // stride + 1))  # rows before this end inside
+
+    def rows(k: int, count: int) -> Lattice:
+        outer = ((count, stride, carried),) if count > 1 else ()
+        return Lattice(lattice.offset + k * stride, lattice.carried_offset + k * carried, (*outer, *inner))
+
+    out = [rows(first, stop - first)] if first < stop else []
+    for k in sorted({first - 1, stop}):  # rows that reach across an end
+        if 0 <= k < n:
+            out += _cut(rows(k, 1), lo, hi)
+    return out
+
+
+def _run_of(lattice: Lattice) -> tuple[int, int]:
+    """(length, carried stride) of the innermost run of neighbouring indices."""
+    n, stride, carried = lattice.dims[-1] if lattice.dims else (1, 1, 1)
+    return (n, carried) if stride == 1 else (1, 1)
+
+
+def _by_runs(a: Lattice, b: Lattice) -> list[Meeting] | None:
+    """Common elements if one side is a few runs, by which the other one is cut; None if neither is.
+
+    Strides need not divide each other then.
+    """
+    runs_a, runs_b = (x.numel // _run_of(x)[0] for x in (a, b))
+    if min(runs_a, runs_b) > _RUNS_LIMIT:
+        return None
+    if runs_a < runs_b:
+        return [Meeting(m.index, m.b, m.a, tuple((n, s, y, x) for n, s, x, y in m.dims)) for m in _by_runs(b, a) or ()]
+    length, carried = _run_of(b)
+    outer = b.dims[:-1] if length > 1 else b.dims
+    starts = [(b.offset, b.carried_offset)]
+    for n, stride, step in outer:
+        starts = [(at + k * stride, there + k * step) for at, there in starts for k in range(n)]
+    return [
+        Meeting(
+            x.offset, x.carried_offset, there + (x.offset - at) * carried,
+            tuple((n, stride, step, stride * carried) for n, stride, step in reversed(x.dims)),
+        )
+        for at, there in starts
+        for x in _cut(a, at, at + length)
+    ]  # fmt: skip
 
 
 def _lattice_layout(lattice: Lattice) -> Layout:

@@ -92,7 +92,7 @@ class TorchAdamCpu:
 
     def invert(self, theta: torch.Tensor, m: torch.Tensor, v: torch.Tensor, ctx: StepContext) -> Interval:
         """The interval that provably contains θ_{t-1}."""
-        return invert_step(self.step_bound(ctx), theta, m, v)
+        return invert_step(self.step_bound(ctx), theta, m, v, ctx)
 
     def is_monotone(self, ctx: StepContext) -> bool:
         """θ ↦ fl(fl(θ·c) + q) never falls when c >= 0: each rounding is monotone and q does not depend on θ."""

@@ -138,7 +138,7 @@ class TorchAdamCuda:
 
     def invert(self, theta: torch.Tensor, m: torch.Tensor, v: torch.Tensor, ctx: StepContext) -> Interval:
         """The interval that provably contains θ_{t-1}, powf's error included."""
-        return invert_step(self.step_bound(ctx), theta, m, v)
+        return invert_step(self.step_bound(ctx), theta, m, v, ctx)
 
     def real_optimizer(self, param: torch.nn.Parameter, hyper: Hyper) -> torch.optim.Optimizer:
         """The optimizer this formula mirrors, over one parameter (for the self-test)."""

@@ -30,10 +30,16 @@ class Hyper:
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """One step of one parameter: its group's hyperparameters, its own step counter after the step (1 is the first)."""
+    """One step of one parameter: its group's hyperparameters, its own step counter after the step (1 is the first).
+
+    `m_scale`, `v_scale`: what stored FP16 moments are to be multiplied with; None: they cannot be told from what is
+    stored. Moments of other dtypes have none (1).
+    """
 
     hyper: Hyper
     step: int
+    m_scale: float | None = 1.0
+    v_scale: float | None = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ class FusedAdam:
 
     def invert(self, theta: torch.Tensor, m: torch.Tensor, v: torch.Tensor, ctx: StepContext) -> Interval:
         """The interval that provably contains θ_{t-1}."""
-        return invert_step(self.step_bound(ctx), theta, m, v)
+        return invert_step(self.step_bound(ctx), theta, m, v, ctx)
 
 
 def _keep(x: torch.Tensor) -> torch.Tensor:

@@ -134,7 +134,7 @@ def _meet(held: Known, wanted: Known) -> Layout:
 def _shared(a: Known, b: Known) -> list[Lattice]:
     """The canonical lanes that both hold."""
     met = [m for x in a.lattices for y in b.lattices for m in meetings(x, y)]
-    return [Lattice(m.index, m.a, tuple(d[:3] for d in m.dims[::-1])) for m in met]
+    return [Lattice(m.index, m.a, tuple(d[:3] for d in sorted(m.dims, key=lambda d: -d[1]))) for m in met]
 
 
 def _below(lattices: Sequence[Lattice], limit: int) -> int:

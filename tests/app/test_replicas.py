@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from app.main import create_app
 from clients.protocol import Job, JobState, RankRegistration, SliceSpec, VersionInfo, Versions
-from tests.support.publishing import Rig, publisher, settings_for
+from tests.support.publishing import Rig, final_job, post, publisher
 from tests.support.trainer import ScriptedTrainer
 
 pytestmark = pytest.mark.anyio
@@ -25,38 +24,17 @@ def trainer() -> Iterator[ScriptedTrainer]:
     made.close()
 
 
-@pytest.fixture
-async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app(settings_for(tmp_path, roles="store,publisher", run="run"))
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://dte", timeout=120) as made,
-    ):
-        yield made
-
-
-async def post(client: httpx.AsyncClient, path: str, body: Any) -> httpx.Response:
-    return await client.post(path, content=body.model_dump_json(), headers={"Content-Type": "application/json"})
-
-
-async def final(client: httpx.AsyncClient, responses: list[httpx.Response]) -> list[Job]:
-    jobs = []
-    for response in responses:
-        assert response.status_code == 202, response.text
-        job = Job.model_validate_json(response.content)
-        while not job.state.final:
-            job = Job.model_validate_json((await client.get(f"/jobs/{job.id}", params={"wait": 30})).content)
-        jobs.append(job)
-    return jobs
+async def finals(client: httpx.AsyncClient, responses: list[httpx.Response]) -> list[Job]:
+    return [await final_job(client, r) for r in responses]
 
 
 async def register(client: httpx.AsyncClient, trainer: ScriptedTrainer) -> list[Job]:
-    return await final(client, [await post(client, "/ranks", trainer.registration(r)) for r in range(trainer.world)])
+    return await finals(client, [await post(client, "/ranks", trainer.registration(r)) for r in range(trainer.world)])
 
 
 async def version(client: httpx.AsyncClient, trainer: ScriptedTrainer, number: int) -> tuple[Versions, VersionInfo]:
     """Publish the last step as version `number`; what `/versions` and `/versions/{number}` say then."""
-    jobs = await final(client, [await post(client, "/sync", trainer.sync(number, rank=r)) for r in range(2)])
+    jobs = await finals(client, [await post(client, "/sync", trainer.sync(number, rank=r)) for r in range(2)])
     assert [j.state for j in jobs] == [JobState.COMMITTED] * 2, [j.problem for j in jobs]
     one = VersionInfo.model_validate_json((await client.get(f"/versions/{number}")).content)
     return Versions.model_validate_json((await client.get("/versions")).content), one
@@ -173,7 +151,7 @@ async def test_replicas_may_move_and_nothing_else(client: httpx.AsyncClient, tra
         trainer.sync(1, rank=0),
         trainer.sync(1, rank=1, replica_handles=trainer.replica_specs(1)),
     ]
-    jobs = await final(client, [await post(client, "/sync", m) for m in moved])
+    jobs = await finals(client, [await post(client, "/sync", m) for m in moved])
     assert [j.state for j in jobs] == [JobState.COMMITTED] * 2
     one = VersionInfo.model_validate_json((await client.get("/versions/1")).content)
     assert one.detail["diverged_replicas"] == 1

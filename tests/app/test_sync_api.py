@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from app.main import create_app
 from clients.protocol import Job, RankRegistration
-from tests.support.publishing import settings_for
+from tests.support.publishing import final_job, post
 from tests.support.trainer import ScriptedTrainer
 
 pytestmark = pytest.mark.anyio
@@ -24,30 +22,8 @@ def trainer() -> Iterator[ScriptedTrainer]:
     made.close()
 
 
-@pytest.fixture
-async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app(settings_for(tmp_path, roles="store,publisher", run="run"))
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://dte", timeout=120) as made,
-    ):
-        yield made
-
-
-async def post(client: httpx.AsyncClient, path: str, body: Any) -> httpx.Response:
-    return await client.post(path, content=body.model_dump_json(), headers={"Content-Type": "application/json"})
-
-
-async def final(client: httpx.AsyncClient, job: Job) -> Job:
-    while not job.state.final:
-        job = Job.model_validate_json((await client.get(f"/jobs/{job.id}", params={"wait": 30})).content)
-    return job
-
-
 async def registered(client: httpx.AsyncClient, trainer: ScriptedTrainer) -> Job:
-    response = await post(client, "/ranks", trainer.registration())
-    assert response.status_code == 202, response.text
-    return await final(client, Job.model_validate_json(response.content))
+    return await final_job(client, await post(client, "/ranks", trainer.registration()))
 
 
 def refused(response: httpx.Response, status: int, code: str, *words: str) -> None:
@@ -103,7 +79,7 @@ async def test_memory_that_is_not_there_or_too_small(client: httpx.AsyncClient, 
         bad = broken(good, "norm", theta=norm.theta.model_copy(update=change)).model_copy(update={"launch": launch})
         response = await post(client, "/ranks", bad)
         assert response.status_code == 202
-        job = await final(client, Job.model_validate_json(response.content))
+        job = await final_job(client, response)
         assert job.state == "failed"
         assert job.problem is not None
         assert "norm" in job.problem.detail or "dte-" in job.problem.detail
@@ -114,11 +90,11 @@ async def test_memory_that_is_not_there_or_too_small(client: httpx.AsyncClient, 
 async def test_syncs_that_do_not_fit(client: httpx.AsyncClient, trainer: ScriptedTrainer) -> None:
     refused(await post(client, "/sync", trainer.sync(0)), 404, "unknown-rank", "not registered")
     body = trainer.registration()
-    first = Job.model_validate_json((await post(client, "/ranks", body)).content)
+    first = await post(client, "/ranks", body)
     again = await post(client, "/ranks", body)
-    assert again.json()["id"] == first.id
+    assert again.json()["id"] == first.json()["id"]
     refused(await post(client, "/ranks", trainer.registration()), 409, "state-conflict", "another body")
-    job = await final(client, first)
+    job = await final_job(client, first)
     assert (job.state, job.version, job.epoch) == ("committed", 0, 1)
 
     trainer.step()
@@ -142,7 +118,7 @@ async def test_syncs_that_do_not_fit(client: httpx.AsyncClient, trainer: Scripte
     assert cut["version"] == 2
     response = await post(client, "/sync", trainer.sync(2))
     assert response.status_code == 202
-    job = await final(client, Job.model_validate_json(response.content))
+    job = await final_job(client, response)
     assert (job.state, job.version) == ("committed", 2)
     assert (await post(client, "/sync", trainer.sync(2))).status_code == 200
     refused(await client.get("/jobs/nothing"), 404, "unknown-job")
@@ -167,7 +143,7 @@ async def test_a_cover_with_a_gap_fails_the_registration(client: httpx.AsyncClie
         "exp_avg_sq": piece.v.model_copy(update={"numel": 90}),
     }
     response = await post(client, "/ranks", broken(trainer.registration(), "norm", **short))
-    job = await final(client, Job.model_validate_json(response.content))
+    job = await final_job(client, response)
     assert job.state == "failed"
     assert job.problem is not None
     assert job.problem.type == "urn:dte:problem:layout"

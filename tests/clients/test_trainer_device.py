@@ -33,13 +33,6 @@ def cuda() -> Iterator[FakeCuda]:
         yield made
 
 
-@pytest.fixture
-def daemon() -> Iterator[FakeDaemon]:
-    double = FakeDaemon()
-    yield double
-    double.close()
-
-
 def source_of(daemon: FakeDaemon, cuda: FakeCuda) -> tuple[OnDevice, torch.nn.Linear, torch.optim.Optimizer]:
     model = torch.nn.Linear(12, 5)
     model.weight.data = cuda.tensor(model.weight)  # the bias lies on the host

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -35,13 +34,6 @@ class Net(torch.nn.Module):
         self.seen += 1
         h = torch.tanh(self.body(self.embed(ids))) * self.scale
         return self.head(h) + (h @ self.mix).sum(-1, keepdim=True)
-
-
-@pytest.fixture
-def daemon() -> Iterator[FakeDaemon]:
-    double = FakeDaemon()
-    yield double
-    double.close()
 
 
 def train(net: Net, optimizer: torch.optim.Optimizer, step: int) -> None:

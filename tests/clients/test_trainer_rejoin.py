@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal
 
 import httpx
@@ -12,20 +11,7 @@ import torch
 from clients.errors import Conflict, NotFound
 from clients.protocol import RankRegistration
 from clients.trainer import TorchSource
-from tests.clients.trainer_double import FakeDaemon, problem
-
-
-@pytest.fixture
-def daemon() -> Iterator[FakeDaemon]:
-    double = FakeDaemon()
-    yield double
-    double.close()
-
-
-@pytest.fixture
-def net() -> torch.nn.Linear:
-    torch.manual_seed(0)
-    return torch.nn.Linear(4, 3)
+from tests.clients.trainer_double import FakeDaemon, problem, step_once
 
 
 def forget(daemon: FakeDaemon, *, opening: int = 0) -> list[RankRegistration]:
@@ -47,12 +33,6 @@ def forget(daemon: FakeDaemon, *, opening: int = 0) -> list[RankRegistration]:
 
     daemon.faults |= {"/ranks/0/cut": asked, "/sync": asked, "/ranks": ranks}
     return joined
-
-
-def step_once(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for p in net.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
 
 
 def make(daemon: FakeDaemon, net: torch.nn.Module, mode: Literal["continue", "wait"] = "continue") -> TorchSource:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ import httpx
 import torch
 
 from clients.protocol import AnyRef, Cut, Job, JobState, MemoryRef, Problem, RankRegistration, SliceSpec, SyncRequest
+from transports.memory import shm
 from transports.memory.generation import ControlBlock
 from transports.memory.shm import open_existing
 
@@ -89,6 +91,8 @@ class FakeDaemon:
     def _sync(self, body: SyncRequest) -> httpx.Response:
         assert self.control is not None
         assert self.registration is not None
+        if (known := self.jobs.get(f"sync-{body.rank}-{body.step}")) is not None:
+            return _json(200, known)
         if body.step <= max([self.registration.step, *(s.step for s in self.syncs)]):
             return problem(409, "state-conflict", f"step {body.step} is not newer")
         self.syncs.append(body)
@@ -110,6 +114,21 @@ class FakeDaemon:
         )  # fmt: skip
         self.jobs[job.id] = job
         return _json(202, job)
+
+
+def adamw(net: torch.nn.Module, **options: float) -> torch.optim.AdamW:
+    return torch.optim.AdamW(net.parameters(), lr=options.pop("lr", 1e-2), **options)  # type: ignore[arg-type]
+
+
+def step_once(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+def own_files(run: str) -> list[str]:
+    """Shared memory of a run."""
+    return [n for n in os.listdir(shm.SHM_DIR) if n.startswith(f"dte-{run}-")]
 
 
 def problem(status: int, code: str, detail: str = "no") -> httpx.Response:

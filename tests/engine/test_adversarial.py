@@ -9,7 +9,7 @@ import pytest
 
 from engine.detect import kernels
 from engine.detect.classify import Verdicts, classify
-from engine.detect.cpu import pack_fast, pack_step
+from engine.detect.cpu import pack_fast, pack_rounding, pack_step
 from engine.digest import DigestKey
 from engine.optimizers import registry
 from engine.optimizers.bounds import HasStepBound, fast_bound_of
@@ -22,6 +22,7 @@ from tests.engine.numerics_world import (
     run_steps,
 )
 
+ROUNDING = pack_rounding("even")
 FIRST_STEPS = (1, 2, 7, 1000, 200_000)
 
 
@@ -51,7 +52,7 @@ def assert_scan_agrees(step: Step, constants: kernels.F32, sent: np.ndarray, amb
     key = DigestKey.for_tensor("x")
     arrays = (step.theta.numpy(), step.m.numpy(), step.v.numpy())
     digests = np.zeros(1, np.uint64)
-    count = kernels.scan(*arrays, constants, 0x7FC0, key.a, key.b_words(1), -1, 1 << 16, digests, flagged)
+    count = kernels.scan(*arrays, constants, ROUNDING, key.a, key.b_words(1), -1, 1 << 16, digests, flagged)
     seen = np.zeros(n, np.bool_)
     seen[flagged[:count]] = True
     assert seen[sent].all()
@@ -63,7 +64,7 @@ def assert_judge_agrees(step: Step, constants: kernels.F64, expected: Verdicts) 
     n = step.theta.numel()
     verdict, old = np.empty(n, np.uint8), np.zeros(n, np.uint16)
     arrays = (step.theta.numpy(), step.m.numpy(), step.v.numpy())
-    kernels.judge(*arrays, constants, np.arange(n, dtype=np.int32), n, verdict, old)
+    kernels.judge(*arrays, constants, ROUNDING, np.arange(n, dtype=np.int32), n, verdict, old)
     doubtful = expected.unknown.copy()
     doubtful[expected.ambiguous] = True
     assert np.array_equal(verdict == 2, doubtful)

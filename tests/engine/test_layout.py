@@ -173,6 +173,37 @@ def test_huge_tensors_cost_nothing() -> None:
     assert sum(b.numel for b in common.blocks) == 1 << 32
 
 
+def test_every_other_column_of_an_odd_width_meets_runs() -> None:
+    """Strides of 2 and of an odd row do not divide each other; a few runs are cut without walking the elements."""
+    rows, cols = 1 << 14, (1 << 20) + 1
+    numel, half = rows * cols, cols // 2
+    odd = Layout((Block((rows, half), 0, (half, 1), 1, (cols, 2)),), rows * half, numel)
+    whole = algebra.intersect(odd, algebra.identity(numel))
+    assert whole.blocks == odd.blocks
+    first, count = 3 * cols + 10, 5 * cols
+    some = algebra.intersect(odd, algebra.contiguous(first, count, numel))
+    want = [i for r in range(3, 9) for i in (r * cols + 1, r * cols + cols - 2) if first <= i < first + count]
+    at = algebra.map_partial(
+        algebra.invert(algebra.compose(some, algebra.contiguous(first, count, numel))), np.array(want)
+    )
+    assert at.tolist() == [(i // cols) * half + (i % cols) // 2 for i in want]
+    held = sum(b.numel for b in some.blocks)
+    assert held == sum(1 for r in range(3, 9) for c in range(1, cols, 2) if first <= r * cols + c < first + count)
+
+
+@pytest.mark.parametrize("step", [2, 3, 4])
+def test_runs_that_lie_apart_on_the_other_side(step: int) -> None:
+    """Some columns of an odd width against a transposed tensor: neighbours here are a column's length apart there."""
+    rows, cols = 5, 11
+    width = len(range(1, cols, step))
+    some = Layout((Block((rows, width), 0, (width, 1), 1, (cols, step)),), rows * width, rows * cols)
+    transposed = Layout((Block((cols, rows), 0, (rows, 1), 0, (1, cols)),), rows * cols, rows * cols)
+    back = {d: s for s, d in pairs_of(transposed).items()}
+    expected = {s: back[d] for s, d in pairs_of(some).items()}
+    assert pairs_of(algebra.intersect(some, transposed)) == expected
+    assert pairs_of(algebra.intersect(transposed, some)) == {d: s for s, d in expected.items()}
+
+
 def test_uncovered_source_is_named() -> None:
     part = Layout((Block((3,), 2, (1,), 0, (1,)),), 8, 3)
     with pytest.raises(LayoutError, match="source element 1 "):

@@ -14,36 +14,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from engine.layout.mapping import map_partial
 from engine.models.megatron import MegatronShape, MegatronTable, canonical_tensors
+from tests.engine.megatron_world import EXPERTS, I64, LATENT
+from tests.engine.megatron_world import config as config_of
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
-I64 = npt.NDArray[np.int64]
-EXPERTS = 4
-CONFIG: dict[str, Any] = {
-    "hidden_size": 8,
-    "intermediate_size": 16,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "num_hidden_layers": 2,
-    "vocab_size": 50,
-    "tie_word_embeddings": False,
-    "moe_intermediate_size": 4,
-    "num_local_experts": EXPERTS,
-    "n_routed_experts": EXPERTS,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 6,
-    "v_head_dim": 5,
-}
+CONFIG = config_of("", num_key_value_heads=2, num_hidden_layers=2) | LATENT
 MODELS = {
     "LlamaForCausalLM": ("llama", {"attention_bias": False}),
     "Qwen2ForCausalLM": ("qwen2", {}),
@@ -125,7 +105,7 @@ def test_tables_and_converters_agree_both_ways(
     import torch
 
     kind, more = MODELS[architecture]
-    config = {"architectures": [architecture], **CONFIG, **more}
+    config = {**CONFIG, **more, "architectures": [architecture]}
     one = bridge(registry, config, kind, tp, etp)
     arrays, first = {}, 1
     for t in canonical_tensors(config):

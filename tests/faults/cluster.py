@@ -7,25 +7,19 @@ receiver. Every daemon reaches the store through a proxy of its own.
 from __future__ import annotations
 
 import asyncio
-import json
-import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 
 from app.chain import Chain
 from app.cli.verifying import run_verify
 from clients.control import ControlClient
-from clients.protocol import Job
 from engine.records import AbortDecision, CommitDecision, Decision, EpochStartDecision
 from tests.faults.model import SHAPES
-from tests.faults.processes import PATIENCE_S, Child
-from tests.faults.wire import Hold, StoreProxy
-from tests.support.ports import free_port
+from tests.support.nodes import Nodes
+from tests.support.processes import PATIENCE_S, Child
 from tests.support.replay import replay
 from transports.store.local import LocalStore
 
@@ -34,82 +28,26 @@ _NEVER = frozenset({"proof-failed", "formula-mismatch", "write-outside-formula",
 """Degraded modes that no fault here explains: they would mean that lists or bits were wrong."""
 
 
-class Cluster:
+class Cluster(Nodes):
     """Start what is wanted with `start_*`; `settle` trains on until a version is committed, `check` compares it all."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.all: list[Child] = []
-        self.proxies: list[StoreProxy] = []
+        super().__init__(folder, RUN, chunk_bytes=64 << 10, anchor_every=10, dense_fraction=0.9)
         self.trainers: list[Child] = []
-        self.daemons: dict[int, Child] = {}
-        self.proxy: dict[int, StoreProxy] = {}
-        self.ports: dict[str, int] = {}
         self.launches: list[tuple[str, int]] = []
         self.jobs: list[str] = []
         self.healthy = True
-        self.store: Child
-        self.rollout: Child
         self.receiver: Child
-        self.rollout_proxy: StoreProxy
         self._checked = -1
         self._bits: dict[str, np.ndarray] | None = None
-        self._receivers = 0
         self._meetings = 0
 
     # --- processes -------------------------------------------------------------------------------------------------
 
-    def child(self, name: str, main: str, /, **config: Any) -> Child:
-        child = Child(name, main, self.folder, **config)
-        self.all.append(child)
-        return child
-
-    def port(self, name: str) -> int:
-        return self.ports.setdefault(name, free_port())
-
-    def url(self, name: str) -> str:
-        return f"http://127.0.0.1:{self.port(name)}"
-
-    def _daemon(self, name: str, **settings: Any) -> Child:
-        base = {
-            "data_dir": str(self.folder / name),
-            "port": self.port(name),
-            "poll_interval_s": 0.2,
-            "run": RUN,
-            "detect_threads": 1,
-            "chunk_bytes": 64 << 10,
-            "anchor_every": 10,
-            "dense_fraction": 0.9,
-        }
-        return self.child(name, "tests.faults.nodes:daemon", **{**base, **settings})
-
-    def _proxy(self, name: str) -> StoreProxy:
-        proxy = StoreProxy(name, self.port("store"))
-        self.proxies.append(proxy)
-        return proxy
-
-    def start_store(self) -> None:
-        self.store = self._daemon("store", roles="store")
-        self.store.receive()
-
-    def start_daemon(self, number: int, *, wait: bool = True, roles: str = "publisher,coordinator") -> None:
-        """Trainer daemon `number`, the first time or after its death."""
-        if number not in self.proxy:
-            self.proxy[number] = self._proxy(f"daemon{number}")
-        self.daemons[number] = self._daemon(f"daemon{number}", roles=roles, store=self.proxy[number].url)
-        if wait:
-            self.daemons[number].receive()
-
-    def start_rollout(self) -> None:
-        if not hasattr(self, "rollout_proxy"):
-            self.rollout_proxy = self._proxy("rollout")
-        self.rollout = self._daemon("rollout", roles="subscriber", store=self.rollout_proxy.url)
-        self.rollout.receive()
-
     def start_receiver(self) -> None:
         self.receiver = self.child(
             "receiver",
-            "tests.faults.nodes:receiver",
+            "tests.faults.receiver:receiver",
             name="actor",
             run=RUN,
             daemon=self.url("rollout"),
@@ -158,44 +96,10 @@ class Cluster:
 
     def start_all(self, **options: Any) -> None:
         self.start_store()
-        for r in range(3):
-            self.start_daemon(r, wait=False)
-        for daemon in self.daemons.values():
-            daemon.receive()
+        self.start_daemons(3)
         self.start_rollout()
         self.start_receiver()
         self.launch(3, **options)
-
-    def kill_daemon(self, number: int) -> None:
-        self.daemons[number].kill()
-
-    def restart_daemon(self, number: int) -> None:
-        """Start it after its death and wait until it takes syncs again."""
-        self.start_daemon(number)
-        self.ready(number)
-
-    def restart_all(self) -> None:
-        for number in range(3):
-            self.start_daemon(number, wait=False)
-        for number in range(3):
-            self.daemons[number].receive()
-        for number in range(3):
-            self.ready(number)
-
-    def ready(self, number: int) -> None:
-        """Wait while the worker of rank `number` is starting."""
-        cut = f"/ranks/{number}/cut?run={RUN}"
-        self.until("the worker has started", lambda: self.get(f"daemon{number}", cut).status_code != 503)
-
-    def wipe(self, number: int) -> None:
-        """Lose a trainer daemon's whole data_dir."""
-        shutil.rmtree(self.folder / f"daemon{number}")
-
-    def close(self) -> None:
-        for child in self.all:
-            child.end()
-        for proxy in self.proxies:
-            proxy.close()
 
     # --- training --------------------------------------------------------------------------------------------------
 
@@ -243,68 +147,7 @@ class Cluster:
         self.tell("save")
         return str(self.gather()[0]["checkpoint"])
 
-    # --- holding ---------------------------------------------------------------------------------------------------
-
-    def hold(self, method: str, path: str, *, at: list[int] | None = None, **options: Any) -> Hold:
-        """Hold a request of the trainer daemons (or of some), whichever sends it first."""
-        hold = Hold(method, path, **options)
-        for number in self.proxy if at is None else at:
-            self.proxy[number].add(hold)
-        return hold
-
-    def clear_holds(self) -> None:
-        for proxy in self.proxies:
-            proxy.clear()
-
-    def number_of(self, proxy: StoreProxy | None) -> int:
-        return next(n for n, p in self.proxy.items() if p is proxy)
-
     # --- looking ---------------------------------------------------------------------------------------------------
-
-    def until(self, what: str, reached: Callable[[], Any]) -> Any:
-        """Poll until `reached()` is true."""
-        end_s = time.monotonic() + PATIENCE_S
-        while time.monotonic() < end_s:
-            found = reached()
-            if found:
-                return found
-            time.sleep(0.02)
-        raise AssertionError(f"never: {what}\n{self.tails()}")
-
-    def final_job(self, number: int, job_id: str) -> Job | None:
-        """A job of trainer daemon `number` once it is final."""
-        job = Job.model_validate_json(self.get(f"daemon{number}", f"/jobs/{job_id}").content)
-        return job if job.state.final else None
-
-    def get(self, name: str, path: str) -> httpx.Response:
-        return httpx.get(self.url(name) + path, trust_env=False, timeout=PATIENCE_S)
-
-    def degraded(self, number: int) -> dict[str, int]:
-        found: dict[str, int] = self.get(f"daemon{number}", f"/versions?run={RUN}").json()["degraded"]
-        return found
-
-    def decision(self, number: int) -> dict[str, Any] | None:
-        """The raw record in the store."""
-        path = self.store_dir / keys_decision(number)
-        return json.loads(path.read_bytes()) if path.exists() else None
-
-    def next_number(self) -> int:
-        n = 0
-        while self.decision(n) is not None:
-            n += 1
-        return n
-
-    def part_writers(self, version: int) -> list[str]:
-        """`<epoch>-<writer>` of the parts of a version."""
-        folder = self.store_dir / "runs" / RUN / "versions" / str(version) / "parts"
-        return sorted(p.stem for p in folder.glob("*.json"))
-
-    @property
-    def store_dir(self) -> Path:
-        return self.folder / "store" / "store"
-
-    def tails(self) -> str:
-        return "\n".join(f"--- {c.name}\n{c.tail()[-2500:]}" for c in self.all[-9:])
 
     # --- what must be true -----------------------------------------------------------------------------------------
 
@@ -359,10 +202,6 @@ class Cluster:
             return effective
         finally:
             await store.aclose()
-
-
-def keys_decision(number: int) -> str:
-    return f"runs/{RUN}/versions/{number}/decision.json"
 
 
 def _check_linear(decisions: dict[int, Decision]) -> None:

@@ -8,45 +8,33 @@ from pathlib import Path
 import pytest
 
 from tests.faults.cluster import Cluster
-
-
-class Shared:
-    """The cluster in use."""
-
-    def __init__(self, factory: pytest.TempPathFactory) -> None:
-        self._factory = factory
-        self.cluster: Cluster | None = None
-
-    def get(self) -> Cluster:
-        if self.cluster is not None and not self.cluster.healthy:
-            self.end()
-        if self.cluster is None:
-            self.cluster = Cluster(self._factory.mktemp("cluster"))
-            self.cluster.healthy = False
-            self.cluster.start_all()
-            self.cluster.settle()
-        return self.cluster
-
-    def end(self) -> None:
-        if self.cluster is not None:
-            self.cluster.close()
-            self.cluster = None
+from tests.support.kept import Kept
 
 
 @pytest.fixture(scope="package")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
-    found = Shared(tmp_path_factory)
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept[Cluster]]:
+    def start() -> Cluster:
+        made = Cluster(tmp_path_factory.mktemp("cluster"))
+        try:
+            made.start_all()
+            made.settle()
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    found = Kept(start, well=lambda cluster: cluster.healthy)
     yield found
     found.end()
 
 
 @pytest.fixture
-def cluster(shared: Shared) -> Iterator[Cluster]:
+def cluster(kept: Kept[Cluster], request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """A running cluster with an open epoch. It counts as broken until the test has checked it."""
-    found = shared.get()
-    found.healthy = False
-    yield found
-    found.clear_holds()
+    with kept.lend(request) as found:
+        found.healthy = False
+        yield found
+        found.clear_holds()
 
 
 @pytest.fixture

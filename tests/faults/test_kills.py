@@ -10,7 +10,7 @@ import pytest
 
 from engine.records import CommitDecision
 from tests.faults.cluster import RUN, Cluster
-from tests.faults.wire import Hold
+from tests.support.store_proxy import Hold
 
 pytestmark = pytest.mark.faults
 

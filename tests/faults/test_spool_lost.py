@@ -6,6 +6,7 @@ as a commit if that part is in the store, else as an abort.
 
 from __future__ import annotations
 
+import os
 import shutil
 
 import pytest
@@ -106,7 +107,9 @@ def test_all_daemons_lose_everything(waiting: Cluster) -> None:
 
 def test_the_folder_vanishes_under_a_running_daemon(cluster: Cluster) -> None:
     cluster.settle()
-    shutil.rmtree(cluster.folder / "daemon0" / "spool")
+    # In one go: what the daemon is writing just then would be in the way of a removal file by file.
+    os.rename(cluster.folder / "daemon0" / "spool", cluster.folder / "gone")
+    shutil.rmtree(cluster.folder / "gone", ignore_errors=True)
     cluster.settle()
     cluster.settle()
     cluster.kill_daemon(0)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from clients.trainer import OwnedSlice, SyncHandle, TorchSource
 from engine.errors import DteError
 from tests.faults.model import SHAPES, TOTAL, gradient, initial, pieces
-from tests.faults.processes import PATIENCE_S, Channel
+from tests.support.processes import PATIENCE_S, Channel
 
 KEPT_CHECKPOINTS = 3
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.fsdp.rig import Rig
+from tests.support.kept import Kept
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -18,36 +19,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(600))
 
 
-class Shared:
-    """The rig in use."""
-
-    def __init__(self, factory: pytest.TempPathFactory) -> None:
-        self._factory = factory
-        self.rig: Rig | None = None
-
-    def get(self) -> Rig:
-        if self.rig is None:
-            self.rig = Rig(self._factory.mktemp("fsdp"))
-        return self.rig
-
-    def end(self) -> None:
-        if self.rig is not None:
-            self.rig.close()
-            self.rig = None
-
-
 @pytest.fixture(scope="package")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
-    found = Shared(tmp_path_factory)
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept[Rig]]:
+    found = Kept(lambda: Rig(tmp_path_factory.mktemp("fsdp")))
     yield found
     found.end()
 
 
 @pytest.fixture
-def rig(shared: Shared, request: pytest.FixtureRequest) -> Iterator[Rig]:
+def rig(kept: Kept[Rig], request: pytest.FixtureRequest) -> Iterator[Rig]:
     """The running processes; new ones after a test that did not come to its end."""
-    found = shared.get()
-    failed = request.session.testsfailed
-    yield found
-    if request.session.testsfailed != failed:
-        shared.end()
+    with kept.lend(request) as found:
+        yield found

@@ -18,11 +18,10 @@ from typing import Any
 import numpy as np
 
 from clients.control import ControlClient
-from tests.faults import processes
-from tests.faults.processes import PATIENCE_S, Child
+from tests.support.processes import PATIENCE_S, PRELOADED, Child
 
 _PRELOADED = [
-    *processes._PRELOADED,
+    *PRELOADED,
     "tests.fsdp.worker",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
@@ -94,7 +93,7 @@ class Rig:
         for number in range(2):
             store = {"store": f"{self.urls[0]}/store"} if number else {}
             daemon = Child(
-                f"daemon{number}", "tests.faults.nodes:daemon", folder,
+                f"daemon{number}", "tests.support.daemon_process:serve", folder,
                 data_dir=str(folder / f"node{number}"), roles=roles[number], **settings, **store,
             )  # fmt: skip
             self.daemons.append(daemon)

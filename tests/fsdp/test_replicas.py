@@ -12,10 +12,14 @@ NORM, LOOSE = "lm.model.norm.weight", "extras.loose"
 
 
 def diverged(job: Job, rig: Rig) -> int:
-    """Train one step and publish it; how many replicas differ then."""
-    version = job.ask("train")[0]["steps"][0]["version"]
-    with rig.control(job.run) as control:
-        return control.version(version).detail.get("diverged_replicas", 0)
+    """Train until a step is a version (one accumulates while the last is undecided); how many replicas differ then."""
+    for _ in range(100):
+        (step,) = job.ask("train")[0]["steps"]
+        if step["state"] == "committed":
+            with rig.control(job.run) as control:
+                return control.version(step["version"]).detail.get("diverged_replicas", 0)
+        assert step["state"] == "accumulated", step
+    raise AssertionError("no step became a version")
 
 
 def test_a_replica_that_goes_astray_is_seen_until_it_is_brought_back(rig: Rig) -> None:

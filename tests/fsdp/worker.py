@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from clients.rollout.torch import TorchReceiver
 from clients.trainer import FsdpSource, SyncHandle
 from engine.errors import DteError
-from tests.faults.processes import PATIENCE_S, Channel
 from tests.fsdp.models import Policy, Spec, build, rollout, shard
+from tests.support.processes import PATIENCE_S, Channel
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 

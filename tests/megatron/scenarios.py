@@ -125,7 +125,8 @@ def written(trainer: Trainer, context: Context) -> None:
 
 
 def stale(trainer: Trainer, context: Context) -> list[str]:
-    """Masters that do not belong to the weights: at the registration, and after a load in the middle. What was said."""
+    """Masters that do not belong to the weights: at the registration, and after a load in the middle, of all ranks or
+    of the argument `alone` only, which then tries again alone. What was said."""
     said = []
     trainer.reload(trainer.job.seed + 1, masters=False)
     source = source_of(trainer, context)
@@ -138,17 +139,23 @@ def stale(trainer: Trainer, context: Context) -> list[str]:
         begun(trainer, context, source)
         trainer.step()
         ship(trainer, context, source, 1)
-        other = [{k: v * 0.5 for k, v in c.state_dict().items() if torch.is_tensor(v)} for c in trainer.model_chunks]
-        for chunk, state in zip(trainer.model_chunks, other, strict=True):
-            chunk.load_state_dict(state, strict=False)
+        alone = context.args.get("alone")
+        if alone is None or alone == trainer.coordinates.rank:
+            for chunk in trainer.model_chunks:
+                # Matrices only, of which every rank has its own.
+                own = {k: v for k, v in chunk.state_dict().items() if torch.is_tensor(v) and v.dim() == 2}
+                chunk.load_state_dict({k: v * 0.5 for k, v in own.items()}, strict=False)
         dist.barrier()
         try:
             source.sync(2)
         except InvalidInput as error:
             said.append(f"{error.message} {error.remedy}")
-        with source.mutating():
-            trainer.optimizer.reload_model_params()
-        ship(trainer, context, source, 2)
+            with source.mutating():
+                trainer.optimizer.reload_model_params()
+            again = source.sync(2)
+            assert again.version is None
+            assert again.wait(TIMEOUT_S).state is JobState.ACCUMULATED
+        ship(trainer, context, source, 3)
     return said
 
 

@@ -13,7 +13,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from tests.faults.processes import Channel, Child
+from tests.support.processes import Channel, Child
 
 ROOT = Path(__file__).parents[2]
 

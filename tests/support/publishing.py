@@ -8,6 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
+from pydantic import BaseModel
+
 from app.chain import Chain
 from app.chains import Chains
 from app.decision_events import observer
@@ -188,3 +191,16 @@ async def publisher(root: Path, **changes: Any) -> AsyncIterator[PublisherRole]:
     finally:
         await role.stop()
         await role.node.store.aclose()
+
+
+async def post(client: httpx.AsyncClient, path: str, body: BaseModel) -> httpx.Response:
+    return await client.post(path, content=body.model_dump_json(), headers={"Content-Type": "application/json"})
+
+
+async def final_job(client: httpx.AsyncClient, response: httpx.Response) -> Job:
+    """The job that was accepted, once it is final."""
+    assert response.status_code == 202, response.text
+    job = Job.model_validate_json(response.content)
+    while not job.state.final:
+        job = Job.model_validate_json((await client.get(f"/jobs/{job.id}", params={"wait": 30})).content)
+    return job

@@ -14,7 +14,7 @@ from torch import nn
 
 from clients.rollout.torch import TorchReceiver
 from engine.records import TensorMeta
-from tests.faults.processes import Channel, Child
+from tests.support.processes import Channel, Child
 from tests.support.versions import metas_of
 
 State = dict[str, npt.NDArray[np.uint16]]

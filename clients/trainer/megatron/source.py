@@ -6,6 +6,7 @@ table knows is refused, not left out.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,9 +20,9 @@ from clients.protocol import Detector
 from clients.trainer.group import exchange
 from clients.trainer.home import Home, PlainHome
 from clients.trainer.megatron.model import BufferHome, Named, buffers, parameters, unwrap
-from clients.trainer.megatron.owners import content_key, lowest
 from clients.trainer.megatron.state import check_masters, holders_of, inner_optimizers, masters
 from clients.trainer.options import SourceOptions
+from clients.trainer.owners import spread
 from clients.trainer.plan import Planner
 from clients.trainer.shards import OwnedRun, OwnedShard
 from clients.trainer.source import Source
@@ -34,7 +35,7 @@ from transports.memory.shm import DTYPES
 @dataclass(frozen=True)
 class _Placed:
     """What a rank holds. By id of the parameter: `named`, `placed` and the ranks that own its ranges `together`;
-    `held`: content key → first rank of the holders this rank belongs to."""
+    `held`: content key → first rank of the holders this rank belongs to; `sizes`: content key → elements."""
 
     named: Mapping[int, Named]
     placed: dict[int, list[Placement]]
@@ -42,6 +43,7 @@ class _Placed:
     together: Mapping[int, tuple[int, ...]]
     rank: int
     held: Mapping[str, int]
+    sizes: Mapping[str, int]
 
 
 class MegatronSource(Source):
@@ -73,9 +75,13 @@ class MegatronSource(Source):
         super().__init__(inner_optimizers(optimizer), self._chunks, run=run, **options)
 
     def _declare(self, planner: Planner) -> None:
-        here, said = exchange(self._place, lambda placed: sorted(placed.held.items()), self._group)
+        here, said = exchange(
+            self._place,
+            lambda placed: sorted((key, first, placed.sizes[key]) for key, first in placed.held.items()),
+            self._group,
+        )
         named, placed, sides = here.named, here.placed, here.sides
-        together, me, owners = here.together, here.rank, lowest(said)
+        together, me, owners = here.together, here.rank, spread(said)
         # A rank that holds the same twice compares one of the two; which one all its fellow holders know.
         compared = {content_key(p): number for number, p in reversed(placed.items())}
 
@@ -120,7 +126,9 @@ class MegatronSource(Source):
         me = dist.get_rank() if dist.is_initialized() else 0
         held = {content_key(p): min(together.get(key, (me,))) for key, p in placed.items()}
         held |= {content_key(p): me for _, _, p in sides}
-        return _Placed(named, placed, sides, together, me, held)
+        sizes = {content_key(p): named[key].tensor.numel() for key, p in placed.items()}
+        sizes |= {content_key(p): n.tensor.numel() for n, _, p in sides}
+        return _Placed(named, placed, sides, together, me, held, sizes)
 
     def _check(self) -> None:
         loads = self._registered().watch.loads
@@ -130,6 +138,12 @@ class MegatronSource(Source):
 
     def _refuse_stale(self, named: Mapping[int, Named]) -> None:
         check_masters(masters(self._megatron), {key: n.name for key, n in named.items()})
+
+
+def content_key(placements: Sequence[Placement]) -> str:
+    """The same for two local parameters exactly if they hold the same canonical elements in the same order."""
+    text = json.dumps([p.to_json() for p in placements], separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def current_shape() -> MegatronShape:

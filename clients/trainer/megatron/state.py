@@ -20,7 +20,8 @@ _INSTEAD = "Describe what each rank owns with TorchSource(slices=[OwnedSlice(…
 
 @dataclass(frozen=True)
 class Master:
-    """FP32 weights of elements [start, stop) of `param`. `master` is what the torch optimizer steps.
+    """FP32 weights of elements [start, stop) of `param`. `master` is what the torch optimizer steps: with a
+    precision-aware optimizer the 16-bit weights themselves, whose masters are in its state.
 
     `aliased`: it is a view of the model's own parameter buffer and cannot be moved. `holders`: the ranks that own the
     parameter's ranges together, once each.
@@ -95,13 +96,15 @@ def holders_of(optimizer: Any) -> dict[int, tuple[int, ...]]:
 
 def _distributed(leaf: Any) -> Iterator[Master]:
     ranks = _ranks(leaf.data_parallel_group)
+    # Megatron-Core's own name for "FusedAdam has the masters"; it then steps the shards of the 16-bit parameters.
+    inside = bool(getattr(leaf.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
     groups = zip(
-        leaf.model_float16_groups, leaf.shard_fp32_from_float16_groups,
+        leaf.model_float16_groups, leaf.shard_float16_groups if inside else leaf.shard_fp32_from_float16_groups,
         leaf.model_fp32_groups, leaf.shard_fp32_groups,
         strict=True,
     )  # fmt: skip
     for half, half_masters, full, full_masters in groups:
-        for params, owned, aliased in ((half, half_masters, False), (full, full_masters, True)):
+        for params, owned, aliased in ((half, half_masters, inside), (full, full_masters, True)):
             for param, master in zip(params, owned, strict=True):
                 span = leaf._get_model_param_range_map(param)["param"]
                 if master is None or master.numel() != span.end - span.start:
@@ -138,10 +141,6 @@ def _check_supported(leaf: Any) -> None:
             "the optimizer is split between devices (optimizer_cpu_offload).",
             remedy="Train with optimizer_cpu_offload=False.",
         )
-    config = leaf.config
-    for flag in ("use_precision_aware_optimizer_no_fp8_or_ds_fp8", "use_precision_aware_optimizer"):
-        if getattr(config, flag, False):
-            _check_precision_aware(config)
     ddp = getattr(leaf, "ddp_config", None)
     for flag, what in (
         ("use_megatron_fsdp", "Megatron-FSDP"),
@@ -154,19 +153,6 @@ def _check_supported(leaf: Any) -> None:
                 f"{what} ({flag}) keeps no 16-bit weights whose bits could be published.",
                 remedy=f"Train with {flag}=False.",
             )
-
-
-def _check_precision_aware(config: Any) -> None:
-    """Only FP32 masters are read: refuse the rest by name."""
-    dtypes = {
-        key: getattr(config, key, torch.float32) for key in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-    }
-    shown = ", ".join(f"{key}={str(value).removeprefix('torch.')}" for key, value in dtypes.items())
-    raise UnsupportedOptimizer(
-        f"the precision-aware optimizer ({shown}) keeps its masters inside the fused optimizer, in forms that are not "
-        "read here.",
-        remedy="Train with use_precision_aware_optimizer=False.",
-    )
 
 
 def _ranks(group: Any) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ class Job:
     etp: int | None = None
     sp: bool = False
 
-    optimizer: Literal["dist", "float16", "fp32"] = "dist"
+    optimizer: Literal["dist", "float16", "fp32", "aware-split", "aware-whole"] = "dist"
     fp16: bool = False
     fp32_params: tuple[str, ...] = ()
     overlap_grad_reduce: bool = False
@@ -61,6 +61,11 @@ class Job:
     @property
     def model_parallel(self) -> int:
         return self.tp * self.pp
+
+    @property
+    def distributed(self) -> bool:
+        """Whether the optimizer's state is sharded; the precision-aware ones are an emulated FusedAdam."""
+        return self.optimizer not in ("float16", "fp32")
 
     @property
     def fp32(self) -> bool:

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from tests.support.megatron import aware
 from tests.support.megatron.job import Job, hf_config
 from tests.support.megatron.model import build, param_dtype, transformer_config
 
@@ -86,7 +87,7 @@ class Trainer:
         )
         self.config = transformer_config(job, self.hf_config)
         self.model_chunks = self._wrap(build(job, self.hf_config, self.config))
-        self.optimizer: Any = get_megatron_optimizer(self._optimizer_config(), self.model_chunks)
+        self.optimizer: Any = aware.make(job, self._optimizer_config(), self.model_chunks)
         self.scheduler = self._schedule() if job.schedule == "scheduler" else None
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
@@ -101,7 +102,7 @@ class Trainer:
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=job.overlap_grad_reduce or job.overlap_param_gather,
             overlap_param_gather=job.overlap_param_gather,
-            use_distributed_optimizer=job.optimizer == "dist",
+            use_distributed_optimizer=job.distributed,
             bucket_size=job.bucket_size,
             check_for_nan_in_grad=False,
         )
@@ -124,7 +125,7 @@ class Trainer:
             bf16=param_dtype(job) is torch.bfloat16,
             fp16=job.fp16,
             params_dtype=param_dtype(job),
-            use_distributed_optimizer=job.optimizer == "dist",
+            use_distributed_optimizer=job.distributed,
             overlap_param_gather=job.overlap_param_gather,
             initial_loss_scale=job.initial_loss_scale,
             grad_norm_skip_threshold=math.inf if job.grad_norm_skip_threshold is None else job.grad_norm_skip_threshold,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 PATIENCE_S = 180.0
-_PRELOADED = [
+PRELOADED = [
     "app.cli.inspecting",
     "app.cli.root",
     "app.cli.verifying",
@@ -28,8 +28,10 @@ _PRELOADED = [
     "app.roles.subscriber",
     "clients.rollout.torch",
     "clients.trainer",
-    "tests.faults.nodes",
+    "tests.clients.trainer_double",
+    "tests.faults.receiver",
     "tests.faults.trainer",
+    "tests.support.daemon_process",
     "tests.support.receiver_process",
     "torch._dynamo",
     "torch.distributed",
@@ -38,7 +40,7 @@ _PRELOADED = [
 
 def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 

@@ -1,26 +1,17 @@
-"""What the other processes run: a daemon, and a receiver of the trainers' model."""
+"""What the receiver's process runs: a receiver of the trainers' model."""
 
 from __future__ import annotations
 
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from tests.faults.model import SHAPES
-from tests.faults.processes import Channel
-
-
-def daemon(channel: Channel, **settings: Any) -> None:
-    """`dte serve` with these settings; says its address."""
-    from app.main import serve
-    from app.settings import Settings
-
-    serve(Settings(**settings), ready=lambda url: channel.send({"url": url}))
+from tests.support.processes import Channel
 
 
 class Served(nn.Module):
