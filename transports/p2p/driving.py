@@ -57,6 +57,8 @@ def drive(carrier: Carrier, jobs: Mapping[int, Callable[[], T]], what: str) -> d
             raise job.error
         failures[member] = job.error
     if failures:
-        said = "; ".join(f"member {member}: {error.message}" for member, error in list(failures.items())[:4])
+        said = "; ".join(
+            f"member {member}: {error.message.rstrip('.')}" for member, error in list(failures.items())[:4]
+        )
         raise ExchangeFailed(f"{what} failed with {len(failures)} of {len(jobs)} members: {said}.", failures)
     return {member: job.result for member, job in running.items() if job.result is not None}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from transports.p2p.base import Bytes, Carrier, Pending
+from transports.p2p.bounded import within
 from transports.p2p.errors import CarrierClosed, ExchangeTimeout, P2PError, PeerLost
 from transports.p2p.rendezvous import Meeting
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 TAG, NEVER_SENT_TAG = 0, 1
 SMALLEST_WAIT = timedelta(milliseconds=1)
+ATTEMPTS = 5
+"""Gloo tries so often to connect, each time for as long as its timeout says, if a member is lost meanwhile."""
 THREADS = 1
 """Gloo's threads for collectives, of which there are none here; the transfers run in one thread a device."""
 
@@ -75,7 +78,7 @@ class GlooCarrier(Carrier):
         tensor = _tensor(buffer)
         with self._posting:
             if self._closed:
-                raise CarrierClosed("this end of the group is closed")
+                raise CarrierClosed("this end of the group is closed.")
             try:
                 work = getattr(self._group, verb)([tensor], member, TAG)
             except RuntimeError as error:
@@ -94,13 +97,13 @@ class GlooCarrier(Carrier):
     def failure(self, error: RuntimeError, member: int, deadline: float | None) -> P2PError:
         """What a failed call about `member` means. `deadline`: the call's, None if it was only posted."""
         if self._closed:
-            return CarrierClosed("this end of the group was closed while a call waited")
+            return CarrierClosed("this end of the group was closed while a call waited.")
         if self._given_up is not None:
-            return CarrierClosed(f"the group was given up because member {self._given_up} did not answer in time")
+            return CarrierClosed(f"the group was given up because member {self._given_up} did not answer in time.")
         if deadline is not None and time.monotonic() >= deadline:
             self._given_up = member
-            return ExchangeTimeout(f"member {member} did not answer in time", member=member)
-        return PeerLost(f"the connection to member {member} broke", member=member)
+            return ExchangeTimeout(f"member {member} did not answer in time.", member=member)
+        return PeerLost(f"the connection to member {member} broke.", member=member)
 
     def close(self) -> None:
         self._meeting.close()
@@ -126,17 +129,20 @@ def connect_gloo(meeting: Meeting, bind_host: str, deadline: float) -> GlooCarri
     """
     from torch.distributed import ProcessGroupGloo
 
+    left = timedelta(seconds=deadline - time.monotonic())
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = max(SMALLEST_WAIT, timedelta(seconds=deadline - time.monotonic()))
+    options._timeout = max(SMALLEST_WAIT, left / ATTEMPTS)
     options._devices = [ProcessGroupGloo.create_device(hostname=bind_host)]
     options._threads = THREADS
+
+    def make() -> GlooCarrier:
+        return GlooCarrier(ProcessGroupGloo(meeting.store, meeting.rank, meeting.size, options), meeting)
+
     try:
-        group = ProcessGroupGloo(meeting.store, meeting.rank, meeting.size, options)
+        return within(deadline, make, GlooCarrier.close, "the members came, but could not be connected in time.")
     except RuntimeError as error:
-        late = time.monotonic() >= deadline
-        kind = ExchangeTimeout if late else PeerLost
-        raise kind(f"the members came, but could not be connected: {error}") from error
-    return GlooCarrier(group, meeting)
+        kind = ExchangeTimeout if time.monotonic() >= deadline else PeerLost
+        raise kind(f"the members came, but could not be connected: {error}.") from error
 
 
 def _tensor(buffer: Bytes) -> torch.Tensor:

@@ -54,7 +54,7 @@ class MemoryGroup:
                 for pair, calls in queues.items():
                     if rank in pair:
                         for call in calls:
-                            lost = CarrierClosed("this end of the group is closed")
+                            lost = CarrierClosed("this end of the group is closed.")
                             call.error = lost if call.owner == rank else _lost(rank)
                         calls.clear()
             self.changed.notify_all()
@@ -75,7 +75,7 @@ class MemoryGroup:
         call = _Call(buffer, owner, other)
         with self.changed:
             if owner in self._gone:
-                raise CarrierClosed("this end of the group is closed")
+                raise CarrierClosed("this end of the group is closed.")
             if other in self._gone:
                 raise _lost(other)
             (self._sends if send else self._receives)[source, to].append(call)
@@ -103,10 +103,10 @@ class MemoryGroup:
             self.changed.notify_all()
             while len(found) < self.size:
                 if rank in self._gone:
-                    raise CarrierClosed("this end of the group is closed")
+                    raise CarrierClosed("this end of the group is closed.")
                 if not self.changed.wait(deadline - time.monotonic()):
                     missing = min(set(range(self.size)) - found.keys())
-                    raise ExchangeTimeout(f"member {missing} did not come in time", member=missing)
+                    raise ExchangeTimeout(f"member {missing} did not come in time.", member=missing)
             return [found[member] for member in range(self.size)]
 
 
@@ -119,7 +119,7 @@ class _MemoryPending(Pending):
         with changed:
             while not call.done and call.error is None:
                 if not changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
-                    raise ExchangeTimeout(f"member {call.other} did not answer in time", member=call.other)
+                    raise ExchangeTimeout(f"member {call.other} did not answer in time.", member=call.other)
         if call.error is not None:
             raise call.error
 
@@ -154,4 +154,4 @@ class MemoryCarrier(Carrier):
 
 
 def _lost(member: int) -> PeerLost:
-    return PeerLost(f"the connection to member {member} broke", member=member)
+    return PeerLost(f"the connection to member {member} broke.", member=member)

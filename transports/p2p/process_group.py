@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from transports.p2p.base import Carrier
 from transports.p2p.gloo import connect_gloo
+from transports.p2p.nccl import connect_nccl
 from transports.p2p.rendezvous import Meeting, host_store
 
 if TYPE_CHECKING:
@@ -42,4 +43,15 @@ def connect(
     deadline = time.monotonic() + timeout_s
     meeting = Meeting(address, group, rank, size, deadline)
     meeting.gather(b"", deadline)
-    return connect_gloo(meeting, bind_host, deadline)
+    carrier: Carrier
+    if kind == "nccl":
+        carrier = connect_nccl(meeting, device, peers, deadline)
+    else:
+        carrier = connect_gloo(meeting, bind_host, deadline)
+    try:
+        # A member that is lost meanwhile can leave connections behind that look good: hear once more from all.
+        carrier.gather(b"", deadline)
+    except BaseException:
+        carrier.close()
+        raise
+    return carrier

@@ -58,7 +58,7 @@ class Meeting:
             client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_left(deadline))
         except (RuntimeError, ValueError) as error:
             raise ExchangeTimeout(
-                f"nobody answers at {host}:{port}, where group {group} meets: {error}",
+                f"nobody answers at {host}:{port}, where group {group} meets: {error}.",
                 member=0,
                 remedy="Check that the address can be reached from here; then form a new group.",
             ) from error
@@ -77,11 +77,11 @@ class Meeting:
         while missing := self._missing(keys, deadline):
             if time.monotonic() >= deadline:
                 raise ExchangeTimeout(
-                    f"{len(missing)} of {self.size} members did not come in time: {_some(missing)}",
+                    f"{len(missing)} of {self.size} members did not come in time: {_some(missing)}.",
                     member=missing[0],
                 )
             if self._closed.wait(min(pause, max(0.0, deadline - time.monotonic()))):
-                raise CarrierClosed("the group was closed while its members were awaited")
+                raise CarrierClosed("the group was closed while its members were awaited.")
             pause = min(2 * pause, LAST_PAUSE_S)
         values = self._ask(deadline, lambda: [self.store.get(key) for key in keys])
         return [bytes.fromhex(value.decode())[1:] for value in values]
@@ -93,13 +93,13 @@ class Meeting:
 
     def _ask(self, deadline: float, question: Callable[[], T]) -> T:
         if self._closed.is_set():
-            raise CarrierClosed("this end of the group is closed")
+            raise CarrierClosed("this end of the group is closed.")
         try:
             self.store.set_timeout(_left(deadline))
             return question()
         except (RuntimeError, ValueError) as error:
             failure: type[P2PError] = ExchangeTimeout if time.monotonic() >= deadline else PeerLost
-            raise failure(f"the member that hosts the group's store does not answer: {error}", member=0) from error
+            raise failure(f"the member that hosts the group's store does not answer: {error}.", member=0) from error
 
     def close(self) -> None:
         """End a `gather` that waits."""

@@ -1,0 +1,48 @@
+"""A deadline for calls into libraries that keep none of their own.
+
+One invariant: `within` returns by its deadline; what it gave up on ends behind it, and its late result is handed to
+`discard`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from transports.p2p.errors import ExchangeTimeout
+
+T = TypeVar("T")
+
+
+def within(deadline: float, call: Callable[[], T], discard: Callable[[T], None], what: str) -> T:
+    """The result of `call`, or what it raises; ExchangeTimeout saying `what` if it takes until after `deadline`."""
+    lock = threading.Lock()
+    done = threading.Event()
+    results: list[T] = []
+    errors: list[BaseException] = []
+    given_up = False
+
+    def run() -> None:
+        try:
+            result = call()
+        except BaseException as error:
+            errors.append(error)
+        else:
+            with lock:
+                if not given_up:
+                    results.append(result)
+            if not results:
+                discard(result)
+        done.set()
+
+    threading.Thread(target=run, name="p2p-bounded", daemon=True).start()
+    done.wait(max(0.0, deadline - time.monotonic()))
+    with lock:
+        given_up = True
+    if results:
+        return results[0]
+    if errors:
+        raise errors[0]
+    raise ExchangeTimeout(what)
