@@ -243,6 +243,7 @@ def test_settings_are_all_listed_with_their_defaults() -> None:
 
 def test_settings_without_effect_are_called_so() -> None:
     used = "\n".join(f.read_text() for f in sources() if f.name != "settings.py")
+    used = used.replace("settings.p2p_address", "settings.p2p_host")  # which it gives, or a default
     for row in rows("Settings"):
         name = names(row[0])[0]
         effective = re.search(rf"(\bsettings|\bs)\.((ordered_)?{name}|{name}_dir)\b", used)
@@ -284,6 +285,12 @@ def test_events_are_all_listed_with_their_data() -> None:
             found.add(kind)
             given = {k.arg for k in call.keywords if k.arg not in (None, "run")}
             assert given <= set(table.get(kind, [])), (kind, given)
+    for _, call in called("_notice"):  # passed on as events by who made the meeting
+        kind, data = literal(call.args[0]), call.args[1]
+        assert isinstance(kind, str)
+        assert isinstance(data, ast.Dict)
+        found.add(kind)
+        assert {literal(k) for k in data.keys if k is not None} == set(table.get(kind, [])), kind
     assert set(table) == found
 
 

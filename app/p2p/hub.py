@@ -21,16 +21,13 @@ class Hub:
     """Builds nothing until it is asked. On the event loop only."""
 
     def __init__(self, settings: Settings, events: EventBus) -> None:
+        self.enabled = settings.p2p
+        """Whether this daemon takes part in P2P."""
         self._settings = settings
         self._daemon = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._rendezvous: dict[str, Rendezvous] = {}
         self.meetings = Meetings(settings, events)
         """Used only where this daemon is a coordinator."""
-
-    @property
-    def enabled(self) -> bool:
-        """True where this daemon takes part in P2P."""
-        return self._settings.p2p
 
     def rendezvous(self, run: str) -> Rendezvous:
         """The one for the run."""

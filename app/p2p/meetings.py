@@ -31,6 +31,7 @@ class Meetings:
 
     def get(self, run: str) -> Meeting:
         """The run's meeting. StateConflict above MAX_RUNS runs."""
+        settings = self._settings
         meeting = self._meetings.get(run)
         if meeting is None:
             for idle in [name for name, m in self._meetings.items() if m.idle]:
@@ -39,10 +40,10 @@ class Meetings:
                 raise StateConflict(f"{MAX_RUNS} runs meet at this coordinator already.", remedy="Use another one.")
             meeting = self._meetings[run] = Meeting(
                 run,
-                timeout_s=self._settings.p2p_timeout_s,
-                lease_s=self._settings.p2p_lease_s,
-                carrier=self._settings.p2p_carrier,
-                bucket_bytes=self._settings.p2p_bucket_bytes,
+                timeout_s=settings.p2p_timeout_s,
+                lease_s=settings.p2p_lease_s,
+                carrier=settings.p2p_carrier,
+                bucket_bytes=settings.p2p_bucket_bytes,
                 clock=time.monotonic,
                 notice=lambda kind, data: self._events.publish(kind, run, **data),
             )

@@ -27,8 +27,10 @@ def test_a_replica_that_goes_astray_is_seen_until_it_is_brought_back(rig: Rig) -
         job.register("astray")
         assert diverged(job, rig) == 0
         held = job.ask("astray", name=NORM, rank=1)
-        assert held[0]["replicas"] == []
-        assert {NORM, LOOSE, "extras.bias", "extras.frozen"} <= set(held[1]["replicas"])
+        shares = [set(h["replicas"]) for h in held]
+        assert {NORM, LOOSE, "extras.bias", "extras.frozen"} <= shares[0] | shares[1]
+        assert not shares[0] & shares[1]
+        assert all(shares), "one replica does all the publishing"
         assert diverged(job, rig) == 1
         job.ask("astray", name=LOOSE, rank=1)
         assert diverged(job, rig) == 2
@@ -41,9 +43,9 @@ def test_ranks_compare_only_what_they_all_hold_and_only_if_that_is_wanted(rig: R
     with rig.job(2, spec={}) as job:
         job.register("whole")
         held = job.ask("astray", name=LOOSE, rank=1)
-        assert held[1]["replicas"] == ["extras.bias", LOOSE]
+        assert sorted(held[0]["replicas"] + held[1]["replicas"]) == ["extras.bias", LOOSE]
         assert diverged(job, rig) == 1
     with rig.job(2, spec={}) as job:
         job.register("silent", replica_digests=False)
-        assert job.ask("astray", name=LOOSE, rank=1)[1]["replicas"] == []
+        assert [h["replicas"] for h in job.ask("astray", name=LOOSE, rank=1)] == [[], []]
         assert diverged(job, rig) == 0
