@@ -193,16 +193,17 @@ def fast_bound_of(
     # Relative to den >= eps: how far the root may be off, and the smallest denominator.
     root_rel = 0.502 * second.rel + (step.root_abs + second.floor**0.5 / step.b) / step.eps
     room = 1.0 - root_rel
-    if room < 0.75:
+    if room < 0.5:
         return None
-    b_term = 1.2 * step.decay_rel / size
+    moved = 1.05 * (root_rel + first.rel) / room
+    b_term = 1.2 * (1.0 + moved) * step.decay_rel / size
     g_theta = (10.0 * U + b_term) / size
-    g_q = (step.q_rel + 1.05 * (root_rel + first.rel) / room + 32.0 * U + b_term) / size
+    g_q = (step.q_rel + moved + 32.0 * U + b_term) / size
     numerator = step.num_abs + FLUSH_ABS + abs(step.s) * first.floor
     abs_terms = 1.1 * numerator / (room * step.eps) + 2.0 * (step.q_abs + step.out_abs) + 4.0 * FLUSH_ABS
     tiny = abs_terms / size
     usable = size >= 2.0**-20 and 2.0**-30 <= step.b <= 1.0 and g_theta < 2.0**-10
-    usable &= (g_q < 2.0**-4 and tiny < 2.0**-24) if rounded else (g_q < 2.0**-10 and tiny < 2.0**-60)
+    usable &= (g_q < 2.0 and tiny < 2.0**-24) if rounded else (g_q < 2.0**-10 and tiny < 2.0**-60)
     if not usable or size > 2.0**20 or abs(step.s) > 2.0**40:
         return None
     widen = 1.0 + 2.0**-10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -14,10 +15,17 @@ from torch.optim import optimizer as torch_optimizer
 
 from clients.protocol import CudaRef, MemoryRef
 from clients.trainer import TorchSource
+from clients.trainer.binding import Binding
 from clients.trainer.formulas import formula_name, new_step_counter, unsupported_reason
+from clients.trainer.home import PlainHome
+from clients.trainer.places import Places
+from clients.trainer.plan import Planner
+from clients.trainer.shards import OwnedRun, OwnedShard
 from engine.errors import StateConflict
+from engine.layout.algebra import contiguous
 from tests.clients.trainer_double import FakeDaemon
 from tests.support.fake_cuda import UUID, FakeCuda
+from tests.support.fused_adam import FusedAdam
 
 
 class OnDevice(TorchSource):
@@ -119,6 +127,32 @@ def group(**options: Any) -> dict[str, Any]:
         "params": params, "lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "foreach": None,
         "fused": None, "capturable": False, "differentiable": False, "amsgrad": False,
     } | options  # fmt: skip
+
+
+def test_part_of_a_buffer_is_read_in_place_on_a_device_and_copied_on_the_host(cuda: FakeCuda) -> None:
+    """What a precision-aware optimizer steps: a range of the model's own weights, which cannot be moved out of them."""
+    buffer = torch.arange(64).bfloat16()
+    for on_device in (True, False):
+        kept = cuda.tensor(buffer) if on_device else buffer.clone()
+        shard = kept[16:48]
+        optimizer = FusedAdam([shard], master_weights=True, store_param_remainders=True)
+        optimizer.initialize_state(shard, store_param_remainders=True)
+        if on_device:
+            state = optimizer.state[shard]
+            state.update({key: cuda.tensor(value) for key, value in state.items()})
+        planner = Planner([optimizer], names=None, detector=None, dtypes=None)
+        run = OwnedRun("w", (32,), 0, 32, contiguous(0, 32, 32))
+        planner.add_shard(OwnedShard("w", PlainHome(shard), (run,), mirrored=True))
+        binding = Binding(planner.finish(), [optimizer], [], Places("auto", cuda))
+        binding.move_in(lambda k, n=on_device: f"dte-part-{os.getpid()}-{int(n)}-{k}")
+        (spec,) = binding.specs()
+        refs = (spec.theta, spec.exp_avg, spec.exp_avg_sq, spec.remainder)
+        assert {type(r) for r in refs} == {CudaRef if on_device else MemoryRef}
+        assert [r and r.dtype for r in refs] == ["bfloat16", "float32", "float32", "int16"]
+        assert shard.data_ptr() == kept.data_ptr() + 32
+        assert binding.adopt() == []
+        binding.refresh_mirrors()
+        binding.move_out()
 
 
 @pytest.mark.parametrize(
