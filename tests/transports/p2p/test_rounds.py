@@ -244,6 +244,15 @@ def test_impossible_counts_are_refused_before_anything_is_allocated(bad: Counts,
         assert isinstance(lies(plan, lambda fields: None, counts), ProtocolError)
 
 
+def test_entries_and_dense_lanes_share_an_operations_lanes() -> None:
+    plan = make_plan(2, 1, 1, 3)
+    lanes = plan.operations[0].lanes
+    none = [Counts(0, 0, 0)] * 2
+    fits, too_many = Counts(lanes - 1, 1, 1), Counts(lanes, 1, 1)
+    assert isinstance(lies(plan, lambda fields: None, [fits, *none]), ExchangeTimeout)
+    assert isinstance(lies(plan, lambda fields: None, [too_many, *none]), ProtocolError)
+
+
 def test_more_than_there_is_room_for_is_refused() -> None:
     plan = make_plan(5, 3, 1, 60, pairs=1.0)
     version = make_version(5, plan, 1, 1.0)
