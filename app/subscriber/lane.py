@@ -61,6 +61,7 @@ class ReceiverMember(Member):
                 RosterTensor(names=t.names, shape=t.shape, dtype=t.dtype, held=t.held, blocks=t.blocks)
                 for t in d.tensors
             ],
+            device=d.device,
         )
 
     async def host(self) -> str:

@@ -122,7 +122,7 @@ class GroupSender:
     def connect(self, request: p.P2PConnect) -> p.P2PConnected:
         """Connect to the group's other members and agree on the plan."""
         fields = request.model_dump(exclude={"op", "roster"})
-        plan = self._end.connect(Place(roster=Path(request.roster), **fields))
+        plan = self._end.connect(Place(roster=Path(request.roster), device=self._device, **fields))
         return p.P2PConnected(plan=plan.digest, operations=len(plan.operations))
 
     def send(self, request: p.P2PSend) -> p.P2PSent:

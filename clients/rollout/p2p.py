@@ -67,9 +67,11 @@ class Mailbox:
 
 
 class GroupReceiver:
-    """At most one group at a time; `leave` may come from another thread than what it ends."""
+    """At most one group at a time; `leave` may come from another thread than what it ends. `device`: UUID of the GPU
+    through which NCCL may receive, "" to go through host memory."""
 
-    def __init__(self, mailbox: Mailbox) -> None:
+    def __init__(self, mailbox: Mailbox, device: str = "") -> None:
+        self.device = device
         self._mailbox = mailbox
         self._lock = threading.Lock()
         self._end: GroupEnd | None = None
@@ -88,7 +90,7 @@ class GroupReceiver:
         from transports.p2p.end import Place
 
         fields = body.model_dump(exclude={"owner", "fence", "roster"})
-        plan = self._own().connect(Place(roster=Path(body.roster), **fields))
+        plan = self._own().connect(Place(roster=Path(body.roster), device=self.device, **fields))
         return p.Connected(plan=plan.digest, operations=len(plan.operations))
 
     def receive(self, body: p.Receive) -> p.Received:

@@ -105,7 +105,8 @@ class UnitBody(Model):
 
 
 class Description(Model):
-    """`run` is null where it is left to the owner."""
+    """`run` is null where it is left to the owner. `device`: UUID of the GPU through which this rank may be sent
+    versions, "" where they go through host memory."""
 
     protocol: int
     name: str
@@ -115,6 +116,7 @@ class Description(Model):
     ranks: Annotated[int, Field(ge=1)]
     tensors: list[LocalTensor]
     units: list[UnitBody] = Field(default_factory=list)
+    device: Annotated[str, StringConstraints(max_length=64)] = ""
 
 
 class Status(Model):

@@ -190,6 +190,17 @@ class ModuleWeights:
                 raise InvalidInput(f"{a!r} and {b!r} share part of their memory.", remedy="Give each its own storage.")
 
 
+def _gpu_of(model: nn.Module) -> str:
+    """UUID of the CUDA device that all of the model's parameters are on; "" where there is none, or several."""
+    devices = {p.device for p in model.parameters()}
+    device = devices.pop() if len(devices) == 1 else None
+    if device is None or device.type != "cuda":
+        return ""
+    from transports.memory.cuda_ipc import TorchCuda
+
+    return TorchCuda().uuid(torch.cuda.current_device() if device.index is None else device.index)
+
+
 def default_socket(name: str) -> Path:
     """A private, short path for this process's receiver socket."""
     base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
@@ -237,6 +248,7 @@ class TorchReceiver:
             owner_grace_s=owner_grace_s,
             finalize_timeout_s=finalize_timeout_s,
             on_install=on_install,
+            device=_gpu_of(model),
         )
         try:
             self._server = ReceiverServer(self._core, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from tests.p2p.rig import Job, Model, Ranks, Rect, p2p_daemon
+from tests.support.command import dte
 
 pytestmark = pytest.mark.p2p
 
@@ -158,6 +160,20 @@ def test_receivers_of_every_transport_follow_one_run(url: str, tmp_path: Path) -
             assert job.ship() is not None
         assert [job.info(n).path for n in "abc"] == ["p2p", "p2p", "store"]
         assert job.control.versions().degraded.get("p2p-missed", 0) == 0
+        plan = json.loads(dte("plan", "--url", url, "--run", job.run, "--json").stdout)
+        assert plan["elements"] == sum(
+            h.numel() for n in "ab" for holder in job.holders[n] for h in holder.parameters()
+        )
+        assert 1 <= plan["balance"] < 1.2
+        assert sum(p["bytes"] for p in plan["pairs"]) == sum(
+            r["bytes"] for r in plan["exchange"].values() if r["pairs"]
+        )
+        shown = dte("plan", "--url", url, "--run", job.run, "--operations").stdout
+        assert f"{plan['operations']} operations reach" in shown
+        assert all(f"receiver:{job.run}-{n}" in shown for n in "ab")
+        nobody = dte("plan", "--url", url, "--run", "nobody")
+        assert (nobody.returncode, nobody.stdout) == (1, "")
+        assert "no trainer ranks and no receiver ranks have joined" in nobody.stderr
 
 
 def test_a_receiver_that_comes_later_joins_the_next_group(url: str, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from engine.errors import InvalidInput, StateConflict
 from engine.plan.planning import Plan
@@ -19,11 +19,14 @@ from transports.p2p.planning import plan_of, read_roster
 from transports.p2p.process_group import connect
 from transports.p2p.rounds import agree
 
+if TYPE_CHECKING:
+    import torch
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """A seat in a group. `address`: HOST:PORT of its store. `side`: this rank's number among the senders, or among the
-    receivers."""
+    receivers. `device`: UUID of the GPU that NCCL uses, "" for none."""
 
     group: str
     address: str
@@ -35,6 +38,7 @@ class Place:
     roster: Path
     roster_sha256: str
     timeout_s: float
+    device: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,28 @@ def host_port(address: str) -> tuple[str, int]:
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise InvalidInput(f"not an address: {address[:200]!r}.", remedy="HOST:PORT is needed.")
     return host.strip("[]"), int(port)
+
+
+def peers_of(plan: Plan, rank: int) -> tuple[int, ...]:
+    """The members with which `rank` exchanges anything, senders being numbered first."""
+    pairs = [(s, plan.senders + r) for s, r in plan.pairs]
+    return tuple(sorted({b if a == rank else a for a, b in pairs if rank in (a, b)}))
+
+
+def _device(place: Place) -> torch.device | None:
+    """The GPU to use; InvalidInput if it is not one of this process's."""
+    if place.carrier != "nccl" or not place.device:
+        return None
+    import torch
+
+    from transports.memory.cuda_ipc import TorchCuda
+
+    index = TorchCuda().find(place.device)
+    if index is None:
+        raise InvalidInput(
+            f"GPU {place.device} is not visible to this process.", remedy="Check CUDA_VISIBLE_DEVICES, or use gloo."
+        )
+    return torch.device("cuda", index)
 
 
 class GroupEnd:
@@ -81,6 +107,8 @@ class GroupEnd:
             kind=place.carrier,
             bind_host=place.bind_host,
             timeout_s=max(0.1, deadline - time.monotonic()),
+            device=_device(place),
+            peers=peers_of(plan, place.rank),
         )
         try:
             agree(carrier, plan, max(0.1, deadline - time.monotonic()))
