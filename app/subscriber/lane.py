@@ -12,6 +12,7 @@ import logging
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TypeVar
 
 from app.p2p.member import Member, Moved, Seat
@@ -27,8 +28,16 @@ from transports.p2p.roster import RosterTensor
 log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Model)
 
+AUTO_PATIENCE_S = 5.0
+"""How long a receiver with transport auto waits for the end of an exchange whose version is decided."""
 REMEMBERED = 8
 """Exchanges whose outcome is kept."""
+
+
+class _Outcome(Enum):
+    ENDED = "ended"
+    GOING_ON = "going on"
+    MAY_BEGIN = "may begin"
 
 
 @dataclass
@@ -187,35 +196,38 @@ class Lane:
         """The group in which all ranks have received the decided `version`; None if it has to come from the store."""
         if not self._open:
             return None
-        group: str | None = None
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(2 * self.node.settings.p2p_timeout_s):
-                await self._rendezvous.refresh()
-                while (outcome := self._outcome(version)) is None:
+        await self._rendezvous.refresh()
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
+        while (outcome := self._outcome(version)) is _Outcome.GOING_ON or outcome is _Outcome.MAY_BEGIN:
+            left_s = start_s + self._patience_s(outcome) - loop.time()
+            if left_s <= 0:
+                break
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
                     await self._news()
-                group = outcome or None
+        group = self.has(version)
         self._count(version, group)
         return group
 
-    def _outcome(self, version: int) -> str | None:
-        """The group that brought the version, "" if none did, None if that is open yet."""
+    def _patience_s(self, outcome: _Outcome) -> float:
+        """How long a decided version may stay where it is until it is taken from the store."""
+        timeout_s = self.node.settings.p2p_timeout_s
+        if outcome is _Outcome.MAY_BEGIN:
+            return timeout_s / 3 if self._insists else 0.0
+        return 2 * timeout_s if self._insists else min(timeout_s, AUTO_PATIENCE_S)
+
+    def _outcome(self, version: int) -> _Outcome:
         known = self._exchanges.get(version)
-        if known is not None and known.failed:
-            return ""
-        if (received := self.has(version)) is not None:
-            return received
         view = self._rendezvous.view
-        if view is None:
-            return ""
+        if self.has(version) is not None or view is None or (known is not None and known.failed):
+            return _Outcome.ENDED
         group = self._rendezvous.seat_of(self._members[0])
         if group is not None and group.go is not None and group.go.version == version:
-            return None  # it is going on
-        if known is not None:
-            return ""  # the group ended in the middle of it
-        if view.last is not None and view.last >= version:
-            return ""
-        # It may still begin. Worth waiting for only where it was asked for, and a group is there to bring it.
-        return None if self._insists and group is not None else ""
+            return _Outcome.GOING_ON
+        # A group that ended in the middle of it, or before it began, or a version that was passed over.
+        over = known is not None or group is None or (view.last is not None and view.last >= version)
+        return _Outcome.ENDED if over else _Outcome.MAY_BEGIN
 
     async def _news(self) -> None:
         seen = self._rendezvous.view
