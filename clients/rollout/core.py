@@ -57,8 +57,8 @@ class ReceiverCore:
     """All operations of the protocol on one rank's weights. Thread-safe: operations take turns.
 
     `owner_grace_s`: how long a lost owner may take to come back before a commit without finalize is rolled back.
-    `finalize_timeout_s`: the same for an owner that is there but silent. `run` None: that of whoever owns it. `device`:
-    see `GroupReceiver`.
+    `finalize_timeout_s`: the same for an owner that is there but silent. `run` None: that of whoever owns it. `device`,
+    `p2p_host`: see `GroupReceiver`.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class ReceiverCore:
         finalize_timeout_s: float = 60.0,
         on_install: Callable[[int], None] | None = None,
         device: str = "",
+        p2p_host: str | None = None,
     ) -> None:
         self.name, self.run, self.rank, self.ranks = name, run, rank, ranks
         self._any_run = run is None
@@ -85,7 +86,7 @@ class ReceiverCore:
         self._seen = (self._places, self._writes)
         self._generation = 0
         self.mailbox = Mailbox()
-        self.group = GroupReceiver(self.mailbox, device)
+        self.group = GroupReceiver(self.mailbox, device, p2p_host)
         self._applier = Applier(weights.live())
         self._prepared_generation = 0
         self._owner_grace_s = owner_grace_s

@@ -68,10 +68,12 @@ class Mailbox:
 
 class GroupReceiver:
     """At most one group at a time; `leave` may come from another thread than what it ends. `device`: UUID of the GPU
-    through which NCCL may receive, "" to go through host memory."""
+    through which NCCL may receive, "" to go through host memory. `host`: address at which the trainer's ranks reach this
+    process, None for the one that its daemon names."""
 
-    def __init__(self, mailbox: Mailbox, device: str = "") -> None:
+    def __init__(self, mailbox: Mailbox, device: str = "", host: str | None = None) -> None:
         self.device = device
+        self._host = host
         self._mailbox = mailbox
         self._lock = threading.Lock()
         self._end: GroupEnd | None = None
@@ -90,6 +92,7 @@ class GroupReceiver:
         from transports.p2p.end import Place
 
         fields = body.model_dump(exclude={"owner", "fence", "roster"})
+        fields["bind_host"] = self._host or body.bind_host
         plan = self._own().connect(Place(roster=Path(body.roster), device=self.device, **fields))
         return p.Connected(plan=plan.digest, operations=len(plan.operations))
 

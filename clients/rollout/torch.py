@@ -214,6 +214,7 @@ class TorchReceiver:
     (tests, or another rank registers for all). `sockets`: all ranks' sockets, if there are several; `rank` is this
     one's place among them. `ignore`, `copies`, `shards`: see `ModuleWeights`. `on_install`: called with the version
     while nothing is served, before it is (to flush caches). `transport`: see `ReceiverRegistration`.
+    `p2p_host`: address at which the trainer's ranks reach this process, if it is not the daemon's.
     """
 
     def __init__(
@@ -234,6 +235,7 @@ class TorchReceiver:
         finalize_timeout_s: float = 60.0,
         on_install: Callable[[int], None] | None = None,
         transport: Literal["store", "p2p", "auto"] = "auto",
+        p2p_host: str | None = None,
     ) -> None:
         path = Path(socket_path) if socket_path is not None else default_socket(name)
         paths = [str(Path(s).absolute()) for s in sockets] or [str(path.absolute())]
@@ -249,6 +251,7 @@ class TorchReceiver:
             finalize_timeout_s=finalize_timeout_s,
             on_install=on_install,
             device=_gpu_of(model),
+            p2p_host=p2p_host,
         )
         try:
             self._server = ReceiverServer(self._core, path)

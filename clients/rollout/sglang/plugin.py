@@ -41,6 +41,7 @@ from engine.errors import DteError, InvalidInput, StateConflict
 log = logging.getLogger(__name__)
 
 SOCKET_DIR = "DTE_SGLANG_SOCKET_DIR"
+P2P_HOST = "DTE_SGLANG_P2P_HOST"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _PARTS = "sglang.srt.managers.scheduler_components"
 _UPDATER = f"{_PARTS}.weight_updater.SchedulerWeightUpdaterManager"
@@ -253,6 +254,7 @@ class Plugin:
             rank=rank,
             ranks=ranks,
             group=scheduler.tp_cpu_group,
+            p2p_host=os.environ.get(P2P_HOST),
         )
         log.info("dte serves rank %d of %d at %s", rank, ranks, path)
         return path

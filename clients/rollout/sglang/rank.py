@@ -113,7 +113,11 @@ class PauseWatch:
 
 
 class SglangRank:
-    """Binds weights, core, socket and engine of one scheduler rank. `group`: all ranks of the engine, on CPUs."""
+    """Binds weights, core, socket and engine of one scheduler rank. `group`: all ranks of the engine, on CPUs.
+
+    `p2p_host`: address at which a trainer's ranks reach this process, None for the one that its daemon names. Versions
+    that are sent to it go through host memory, so that the engine's own collectives are left alone.
+    """
 
     def __init__(
         self,
@@ -126,6 +130,7 @@ class SglangRank:
         rank: int,
         ranks: int,
         group: Any,
+        p2p_host: str | None = None,
     ) -> None:
         self._weights = weights
         self._host = host
@@ -144,6 +149,7 @@ class SglangRank:
             ranks=ranks,
             owner_grace_s=OWNER_GRACE_S,
             finalize_timeout_s=86400,
+            p2p_host=p2p_host,
         )
         self._watch = PauseWatch(host.go_on if rank == 0 else lambda: None, self._may_continue, grace_s=OWNER_GRACE_S)
         self.core.on_owner = self._owner
