@@ -67,9 +67,11 @@ class Mailbox:
 
 
 class GroupReceiver:
-    """At most one group at a time; `leave` may come from another thread than what it ends. `device`: UUID of the GPU
-    through which NCCL may receive, "" to go through host memory. `host`: address at which the trainer's ranks reach this
-    process, None for the one that its daemon names."""
+    """At most one group at a time; `leave` may come from another thread than what it ends.
+
+    `device`: UUID of the GPU through which NCCL may receive, "" to go through host memory. `host`: address at which the
+    trainer's ranks reach this process, None for the one that its daemon names.
+    """
 
     def __init__(self, mailbox: Mailbox, device: str = "", host: str | None = None) -> None:
         self.device = device
