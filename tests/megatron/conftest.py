@@ -34,14 +34,15 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """URLs of two node daemons; the first one has the store, and the receivers."""
     folder = tmp_path_factory.mktemp("daemons")
-    common = {"host": "127.0.0.1", "port": 0, "poll_interval_s": 0.02, "detect_threads": 1}
+    common = {"host": "127.0.0.1", "port": 0, "poll_interval_s": 0.02, "detect_threads": 1, "p2p": True}
     sparse = {"dense_fraction": 1.0}  # whatever can be, so that the proofs have something to prove
     made: list[Daemon] = []
     try:
         for number, roles in enumerate(("publisher,coordinator,store,subscriber", "publisher")):
             own = folder / str(number)
             own.mkdir()
-            store = {} if number == 0 else {"store": f"{made[0].url}/store"}
+            first = made[0].url if made else ""
+            store = {} if number == 0 else {"store": f"{first}/store", "p2p_coordinator": first}
             made.append(Daemon(own, roles=roles, data_dir=str(own / "data"), **common, **sparse, **store))
         yield [d.url for d in made]
     finally:

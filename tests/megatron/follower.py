@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Literal
 
+import httpx
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -40,10 +41,12 @@ def rollout_model(config: dict[str, Any], dense: dict[str, torch.Tensor]) -> tor
 
 
 class Follower:
-    """One run. `versions` maps a version to the dense gather of its step; `said` is all that rank 0 said."""
+    """One run. `versions` maps a version to the dense gather of its step; `said` is all that rank 0 said. `transport`:
+    of the receiver; training goes on only when a receiver with `p2p` can be sent versions."""
 
     def __init__(self, rig: Rig, daemons: list[str], run: str) -> None:
         self.rig = rig
+        self.transport: Literal["store", "p2p"] = "store"
         self.daemons = daemons
         self.run = run
         self.control = ControlClient(daemons[0], run=run)
@@ -63,10 +66,12 @@ class Follower:
             ),
             timeout_s=TIMEOUT_S,
         )
-        for _ in range(steps + 1):
+        for number in range(steps + 1):
             said = session.hear(0)
             self.said.append(said)
             self.compare(job, said)
+            if self.transport == "p2p" and number < steps:
+                self._wait_group()
             session.say(None, [0])
         return [r.value for r in session.wait()]
 
@@ -76,7 +81,9 @@ class Follower:
         if self.receiver is None:
             config = hf_config(job) | ({"torch_dtype": "float16"} if job.fp16 else {})
             self.model = rollout_model(config, dense)
-            self.receiver = TorchReceiver(self.model, name=f"to-{self.run}", run=self.run, daemon=self.daemons[0])
+            self.receiver = TorchReceiver(
+                self.model, name=f"to-{self.run}", run=self.run, daemon=self.daemons[0], transport=self.transport
+            )
         if said["version"] is not None and said["state"] == "committed":
             self._wait(said["version"])
         with self.receiver.serving(TIMEOUT_S):
@@ -85,6 +92,14 @@ class Follower:
             assert set(dense) == names, set(dense) ^ names
             wrong = {n: int((bits(held[n]) != bits(dense[n].to(held[n].dtype))).sum()) for n in names}
         assert not any(wrong.values()), {n: w for n, w in wrong.items() if w}
+
+    def _wait_group(self) -> None:
+        until_s = time.monotonic() + TIMEOUT_S
+        while (view := httpx.get(f"{self.daemons[0]}/p2p/{self.run}").json())["group"] is None or (
+            view["group"]["state"] != "open"
+        ):
+            assert time.monotonic() < until_s, view
+            time.sleep(0.02)
 
     def _wait(self, version: int) -> None:
         assert self.receiver is not None

@@ -42,6 +42,18 @@ def test_every_version_is_the_dense_gather(follower: Follower, shape: str) -> No
     assert shape == "mla" or shape.startswith("aware") or not any(follower.dense_tiles())
 
 
+@pytest.mark.p2p
+@pytest.mark.parametrize("shape", ["tp2-pp2", "ep2-dp2"])
+def test_every_version_arrives_rank_to_rank(follower: Follower, shape: str) -> None:
+    """Four ranks at two nodes, one of which knows the other's coordinator only."""
+    world, job = SHAPES[shape]
+    follower.transport = "p2p"
+    follower.train(world, job, 3, nodes=2)
+    (receiver,) = [r for r in follower.control.receivers() if r.run == follower.run]
+    assert (receiver.path, receiver.proof, receiver.resyncs) == ("p2p", "proven", 1)
+    assert follower.control.versions().degraded.get("p2p-missed", 0) == 0
+
+
 @pytest.mark.parametrize("shape", ["mixed", "tp2", "float16", "fp32", "aware-split", "aware-whole"])
 def test_training_computes_the_same_without_a_source(follower: Follower, shape: str) -> None:
     world, job = SHAPES[shape]
