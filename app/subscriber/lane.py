@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from app.p2p.member import Member, Moved, Seat
-from app.p2p.messages import Join, ReceiverJoin, VersionHead
+from app.p2p.messages import Join, ReceiverJoin, VersionHead, View
 from app.p2p.rendezvous import Rendezvous
 from app.roles.base import Node
 from clients.protocol import Model, ReceiverRegistration
 from clients.rollout.p2p_protocol import Connect, Connected, Leave, Receive, Received
-from clients.rollout.protocol import Description, Empty, ReceiverClient
+from clients.rollout.protocol import Description, Empty, ReceiverClient, Status
 from engine.errors import DteError
 from transports.p2p.roster import RosterTensor
 
@@ -50,6 +50,7 @@ class ReceiverMember(Member):
         self._link: ReceiverClient | None = None
 
     async def join(self, daemon: str) -> Join:
+        await self._ask("status", Empty(), Status)  # who does not answer keeps no others waiting
         d = self._description
         return ReceiverJoin(
             daemon=daemon,
@@ -189,15 +190,16 @@ class Lane:
         group: str | None = None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2 * self.node.settings.p2p_timeout_s):
-                await self._rendezvous.refresh()
-                while (outcome := self._outcome(version)) is None:
+                old = None if await self._rendezvous.refresh() is not None else self._rendezvous.view
+                while (outcome := self._outcome(version, old)) is None:
                     await self._news()
                 group = outcome or None
         self._count(version, group)
         return group
 
-    def _outcome(self, version: int) -> str | None:
-        """The group that brought the version, "" if none did, None if that is open yet."""
+    def _outcome(self, version: int, old: View | None) -> str | None:
+        """The group that brought the version, "" if none did, None if that is open yet. `old`: a view that may be from
+        before the version's decision."""
         known = self._exchanges.get(version)
         if known is not None and known.failed:
             return ""
@@ -213,8 +215,12 @@ class Lane:
             return ""  # the group ended in the middle of it
         if view.last is not None and view.last >= version:
             return ""
-        # It may still begin. Worth waiting for only where it was asked for, and a group is there to bring it.
-        return None if self._insists and group is not None else ""
+        if not self._insists or group is None:
+            return ""
+        # It may still begin. Not if the group is idle: all ranks offered the version, or could not, before it was
+        # decided.
+        idle = group.state == "open" and not group.exchanging
+        return "" if idle and view is not old else None
 
     async def _news(self) -> None:
         seen = self._rendezvous.view

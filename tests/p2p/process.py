@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import threading
@@ -60,7 +61,8 @@ def receiver(
     rank: int,
     transport: Any,
 ) -> None:
-    """Commands `dump`, `serve` and `leave` (hold the weights still), `open` (descriptors and threads)."""
+    """Commands `dump`, `serve` and `leave` (hold the weights still), `open` (descriptors and threads), `stacks`
+    (into its log)."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     torch.set_num_threads(1)
@@ -99,4 +101,6 @@ def receiver(
             leave.set()
         elif asked["op"] == "open":
             reply |= open_things()
+        elif asked["op"] == "stacks":
+            faulthandler.dump_traceback()
         channel.send(reply | {"version": serving.version, "ready": serving.ready})

@@ -255,9 +255,10 @@ class Site:
         found: dict[str, Any] = self.get("trainer", f"/p2p/{RUN}")
         return found
 
-    def info(self, name: str) -> ReceiverInfo:
+    def info(self, name: str) -> ReceiverInfo | None:
+        """None while its daemon does not know it."""
         with ControlClient(self.url(self.receivers[name].rollout), run=RUN) as control:
-            return next(r for r in control.receivers() if r.name == name)
+            return next((r for r in control.receivers() if r.name == name), None)
 
     def group(self, receivers: int, *, other_than: Collection[str] = (), world: int | None = None) -> dict[str, Any]:
         """Wait until a group with so many receiver ranks is open; the coordinator's view."""
@@ -291,7 +292,7 @@ class Site:
 
     def tails(self) -> str:
         """The ends of all logs."""
-        return "\n".join(f"--- {c.name}\n{c.tail()[-3000:]}" for c in self._all[-7:])
+        return "\n".join(f"--- {c.name}\n{c.tail()[-2500:]}" for c in self._all[-7:])
 
     # --- the verdict ------------------------------------------------------------------------------------------------
 
@@ -302,7 +303,7 @@ class Site:
 
             def there(name: str = name) -> ReceiverInfo | None:
                 info = self.info(name)
-                return info if info.installed == version and info.ready else None
+                return info if info is not None and info.installed == version and info.ready else None
 
             info = self.until(f"{name} at version {version}", there)
             assert info.proof == "proven"

@@ -46,7 +46,7 @@ def test_a_receiver_dies_while_it_receives(sites: Any) -> None:
     (b,) = site.receivers["b"].children
     b.child.stop()
     version = site.post()
-    site.exchanging(version, waiting=1)
+    site.exchanging(version, waiting=3)  # the ranks that send to it, too
     b.child.kill()
     assert {s.value for s in site.landed()} == {"committed"}
     site.arrived(version, {"a": "p2p"}, names="a")
@@ -56,3 +56,30 @@ def test_a_receiver_dies_while_it_receives(sites: Any) -> None:
     site.ship_p2p("ab")
     assert site.degraded("rollout").get("p2p-rejected", 0) == 0
     assert view["last"] == version
+
+
+def test_a_receiver_that_was_only_stopped(sites: Any) -> None:
+    site = sites(p2p_timeout_s=5.0)
+    first = site.group(2)["group"]["id"]
+    site.ship_p2p("ab")
+    (b,) = site.receivers["b"].children
+    b.child.stop()
+    version = site.post()
+    site.exchanging(version, waiting=3)
+    assert {s.value for s in site.landed()} == {"committed"}
+    site.arrived(version, {"a": "p2p"}, names="a")
+    failed = site.until("the exchange is given up", lambda: (v := site.view())["trouble"] and v)
+    assert not (failed["group"] or {}).get("exchanging")
+    import time
+
+    until = time.monotonic() + 45
+    while time.monotonic() < until:
+        time.sleep(1)
+        v = site.view()
+        print(round(time.monotonic() - until, 1), v["group"] and (v["group"]["id"][:4], v["group"]["state"], v["group"]["members"]), v["members"], v["trouble"][:200])
+    site.receivers["a"].children[0].ask("stacks")
+    print(site.receivers["a"].children[0].child.tail())
+    b.child.go_on()
+    site.arrived(version, {"b": "store"}, names="b")
+    site.group(2, other_than=[first])
+    site.ship_p2p("ab")
