@@ -100,7 +100,7 @@ def receiver(
         elif asked["op"] == "leave":
             leave.set()
         elif asked["op"] == "open":
-            reply |= open_things()
+            reply |= open_things() | {"kept": len(serving._core.mailbox._kept)}
         elif asked["op"] == "stacks":
             faulthandler.dump_traceback()
         channel.send(reply | {"version": serving.version, "ready": serving.ready})
