@@ -1,7 +1,8 @@
 """`Meeting`: the coordinator's view of one run's members, groups and exchanges. A state machine without I/O.
 
 Invariants: at most one group exists; an exchange begins only in an open group, when every sender offers the same
-version, and each version at most once; a group one of whose members failed, left or fell silent is never used again.
+version, and each version at most once; a group one of whose members failed, left or fell silent is never used again,
+except that an exchange goes on to its end for the other members.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.5
 LAST_PAUSE_S = 30.0
+FIRST_REST_S = 2.0
+LAST_REST_S = 300.0
 MAX_MEMBERS = 4096
 CarrierChoice = Literal["auto", "gloo", "nccl"]
 
@@ -48,6 +51,10 @@ class _Group:
     go: VersionHead | None = None
     waiting: set[str] = field(default_factory=set)
     """Members whose part in the exchange is not complete."""
+    doomed: str = ""
+    """Why it is over as soon as the exchange is."""
+    struck: set[str] = field(default_factory=set)
+    """Receivers that its failure has been counted against."""
 
     @property
     def members(self) -> list[str]:
@@ -83,6 +90,8 @@ class Meeting:
         self._trouble = ""
         self._failures = 0
         self._not_before_s = 0.0
+        self._strikes: dict[str, int] = {}
+        self._rests: dict[str, float] = {}
         self._exchange: dict[str, Report] = {}
         self._instance = secrets.token_hex(4)
         self._seq = 0
@@ -134,9 +143,9 @@ class Meeting:
             raise StateConflict(f"group {group} is over.", remedy="Ask for the present one.")
         if report.what == "failed":
             self._exchange[member] = report
-            # It joins again when it can, so that who always fails does not keep the others from a group for ever.
-            self._members.pop(member, None)
-            self._dissolve(f"{member}: {report.why}", failed=True)
+            self._members.pop(member, None)  # it joins again when it can
+            lost = g.members[report.lost] if report.lost is not None and report.lost < len(g.members) else member
+            self._fail(g, member, f"{member}: {report.why}", because_of=[lost])
         elif report.what == "hosting":
             if member != g.members[0] or not report.address:
                 raise InvalidInput("only the group's first member hosts its store, and says where.")
@@ -146,10 +155,7 @@ class Meeting:
             self._open(g)
         elif report.what == "done" and g.go is not None and report.version == g.go.version:
             self._exchange[member] = report
-            g.waiting.discard(member)
-            if not g.waiting:
-                self._failures = 0
-                self._notice("p2p-exchanged", {"version": g.go.version, "members": len(g.members)})
+            self._ended(g, member)
         self._bump()
         self._settle()
 
@@ -219,7 +225,9 @@ class Meeting:
             for member in late:
                 self._members.pop(member, None)
             what = "exchange" if g.open else "connect"
-            self._dissolve(f"{', '.join(late[:3])} did not {what} within {self._timeout_s:g} s", failed=True)
+            if g.open:  # who is missing while connecting is said by those who wait for it
+                self._strike(g, late)
+            self._dissolve(g.doomed or f"{', '.join(late[:3])} did not {what} in time", failed=True)
         self._settle()
 
     # --- transitions ------------------------------------------------------------------------------------------------
@@ -235,7 +243,48 @@ class Meeting:
             return
         self._bump()
         if self._group is not None and member in self._group.members:
-            self._dissolve(f"{member}: {why}", failed=bool(self._group.waiting) or not self._group.open)
+            if self._group.waiting or not self._group.open:
+                self._fail(self._group, member, f"{member}: {why}", because_of=[member])
+            else:
+                self._dissolve(f"{member}: {why}", failed=False)
+
+    def _fail(self, g: _Group, member: str, why: str, *, because_of: list[str]) -> None:
+        """Nothing comes of the group any more. Those who are exchanging may finish: a receiver's death is no reason
+        for another one to lose the version."""
+        self._strike(g, because_of)
+        if not g.waiting:
+            self._dissolve(why, failed=True)
+            return
+        if not g.doomed:
+            g.doomed = self._trouble = why
+        self._ended(g, member)
+
+    def _ended(self, g: _Group, member: str) -> None:
+        """The member's part in the exchange has ended."""
+        g.waiting.discard(member)
+        if g.waiting:
+            return
+        if g.doomed:
+            self._dissolve(g.doomed, failed=True)
+        elif g.go is not None:
+            self._failures = 0
+            for receiver in {self._receiver_of(m) for m in g.receivers}:
+                self._strikes.pop(receiver, None)
+            self._notice("p2p-exchanged", {"version": g.go.version, "members": len(g.members)})
+
+    def _strike(self, g: _Group, members: list[str]) -> None:
+        """Leave the receivers of these out of groups for a while, longer each time: they must not keep the others from
+        theirs for ever."""
+        for receiver in {self._receiver_of(m) for m in members} - g.struck - {""}:
+            g.struck.add(receiver)
+            strikes = self._strikes[receiver] = self._strikes.get(receiver, 0) + 1
+            self._rests[receiver] = self._clock() + min(LAST_REST_S, FIRST_REST_S * 4.0 ** min(strikes - 1, 9))
+
+    @staticmethod
+    def _receiver_of(member: str) -> str:
+        """The receiver whose rank it is; "" for a trainer rank."""
+        kind, _, rest = member.partition(":")
+        return rest.rsplit(":", 2)[0] if kind == "receiver" else ""
 
     def _dissolve(self, why: str, *, failed: bool) -> None:
         g, self._group = self._group, None
@@ -268,7 +317,7 @@ class Meeting:
             g = None
         if g is None and wanted is not None and self._clock() >= self._not_before_s:
             self._form(*wanted)
-        elif g is not None and g.open and not g.waiting:
+        elif g is not None and g.open and not g.waiting and not g.doomed:
             self._begin(g)
 
     def _wanted(self) -> tuple[list[str], list[str]] | None:
@@ -283,9 +332,11 @@ class Meeting:
         for j in joins:
             if isinstance(j, ReceiverJoin):
                 engines.setdefault(j.receiver, {})[j.rank] = j
-        whole = [e for _, e in sorted(engines.items()) if len(e) == next(iter(e.values())).ranks]
-        if not whole:
+        found = {name: e for name, e in sorted(engines.items()) if len(e) == next(iter(e.values())).ranks}
+        if not found:
             return None
+        now = self._clock()
+        whole = [e for name, e in found.items() if self._rests.get(name, now) <= now] or list(found.values())
         return [member_id(ranks[r]) for r in sorted(ranks)], [member_id(e[r]) for e in whole for r in sorted(e)]
 
     def _form(self, senders: list[str], receivers: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +59,10 @@ class Member(ABC):
     @abstractmethod
     async def leave(self) -> None:
         """Give up the group, and whatever is going on in it. Never raises."""
+
+    async def gone(self) -> None:
+        """Return when the rank's process has ended, where that shows; by default never."""
+        await asyncio.Event().wait()
 
     @abstractmethod
     def settled(self, group: str, version: int, problem: str) -> None:

@@ -73,7 +73,7 @@ class Report(Model):
     """What became of a member's part in a group. `hosting`: its process keeps the group's store at `address`.
     `connected`: with the plan it computed. `done`: its part in the exchange of `version` is complete; a sender says how
     many bytes each receiver got (`pairs`, by the receiver's number). `failed`: it takes no further part in this
-    group."""
+    group, because of member `lost` where that is another one."""
 
     what: Literal["hosting", "connected", "done", "failed"]
     address: str = ""
@@ -84,6 +84,7 @@ class Report(Model):
     pairs: dict[int, Count] = Field(default_factory=dict)
     ms: Annotated[float, Field(ge=0)] = 0.0
     why: str = ""
+    lost: Count | None = None
 
 
 class GroupView(Model):

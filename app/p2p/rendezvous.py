@@ -34,10 +34,22 @@ LAST_PAUSE_S = 10.0
 OFFER_S = 1.0
 
 
+def lost_member(error: BaseException) -> int | None:
+    """Number of the group's member that an error blames, if it is another one than who reports it."""
+    found = getattr(error, "member", None)
+    return found if isinstance(found, int) else None
+
+
 class GroupOver(StateConflict):
     """The group has ended while something was going on in it."""
 
     code = "p2p-group-over"
+
+
+class RankGone(DteError):
+    """A member's process has ended, and its end of the group with it."""
+
+    code = "p2p-rank-gone"
 
 
 class Rendezvous:
@@ -59,6 +71,7 @@ class Rendezvous:
         self._http = AsyncSender(url, token=token, options=Options(attempts=2, answer_s=5.0), transport=transport)
         self._followers: dict[Member, asyncio.Task[None]] = {}
         self._names: dict[Member, str] = {}
+        self._left: dict[Member, str] = {}
         self._rosters: dict[str, asyncio.Future[tuple[Path, str]]] = {}
         self._changed = asyncio.Event()
         self._poll: asyncio.Task[None] | None = None
@@ -78,11 +91,13 @@ class Rendezvous:
         task = self._followers.pop(member, None)
         if task is not None:
             task.cancel()
-            await asyncio.wait([task])
             name = self._names.pop(member, None)
+            self._left.pop(member, None)
             if name is not None:
+                # Said first: a rank that does not answer may keep the task for a while.
                 with contextlib.suppress(ClientError, TimeoutError):
                     await self._send("DELETE", f"members/{name}", within_s=OFFER_S)
+            await asyncio.wait([task])
 
     async def aclose(self) -> None:
         """Take all members out and close."""
@@ -105,6 +120,14 @@ class Rendezvous:
             return False
         return True
 
+    async def give_up(self, member: Member, why: str) -> None:
+        """The member is of no use in its group: end that, and join the next."""
+        group, name = self.seat_of(member), self._names.get(member)
+        if group is not None and name is not None:
+            with contextlib.suppress(ClientError, TimeoutError):
+                report = Report(what="failed", why=why[:1000])
+                await self._send("POST", f"groups/{group.id}/reports/{name}", report, within_s=OFFER_S)
+
     def seat_of(self, member: Member) -> GroupView | None:
         """The group the member is in, as last seen."""
         group = None if self.view is None else self.view.group
@@ -112,9 +135,11 @@ class Rendezvous:
 
     async def refresh(self) -> View | None:
         """The view as it is now; None if the coordinator does not answer in time."""
-        with contextlib.suppress(ClientError, TimeoutError):
+        try:
             async with asyncio.timeout(OFFER_S):
                 self._see(await self._get_view("", 0.0))
+        except (ClientError, TimeoutError):
+            return None
         return self.view
 
     async def until(self, reached: Callable[[], T | None]) -> T:
@@ -172,7 +197,7 @@ class Rendezvous:
             try:
                 name = await self._join(member)
                 while True:
-                    group = await self.until(lambda name=name: self._mine(name))  # type: ignore[misc]
+                    group = await self.until(lambda name=name: self._mine(member, name))  # type: ignore[misc]
                     await self._live(member, name, group)
                     pause_s = FIRST_PAUSE_S
             except GroupOver as error:
@@ -192,18 +217,22 @@ class Rendezvous:
         self._names[member] = name
         return name
 
-    def _mine(self, name: str) -> GroupView | None:
-        """The group in which the member has a seat. GroupOver if the coordinator does not know the member any more: it
-        has to join again."""
+    def _mine(self, member: Member, name: str) -> GroupView | None:
+        """The group in which the member has a seat that it has not given up. GroupOver if the coordinator does not know
+        the member any more: it has to join again."""
         view = self.view
         if view is None:
             return None
         if name not in view.members:
             raise GroupOver(f"{name} has to join again.")
-        return view.group if view.group is not None and name in view.group.members else None
+        group = view.group
+        if group is None or name not in group.members or group.id == self._left.get(member):
+            return None
+        return group
 
     async def _live(self, member: Member, name: str, group: GroupView) -> None:
         """A member's life in one group, to its end."""
+        self._left[member] = group.id
         life = asyncio.ensure_future(self._take_part(member, name, group))
         over = asyncio.ensure_future(self._over(group.id))
         try:
@@ -216,7 +245,9 @@ class Rendezvous:
                 why = str(error) if isinstance(error, DteError) else f"{type(error).__name__}: {error}"
                 if not isinstance(error, GroupOver) and not over.done():
                     with contextlib.suppress(ClientError, TimeoutError):
-                        await self._report(name, group.id, Report(what="failed", why=why[:1000]))
+                        await self._report(
+                            name, group.id, Report(what="failed", why=why[:1000], lost=lost_member(error))
+                        )
                     raise error
                 if not isinstance(error, DteError):
                     raise error
@@ -260,7 +291,7 @@ class Rendezvous:
         await self._report(name, group.id, Report(what="connected", plan=plan))
         done = -1
         while True:
-            head = await self.until(lambda after=done: self._next_go(group.id, after))  # type: ignore[misc]
+            head = await self._go(member, group.id, done)
             done = head.version
             try:
                 moved = await member.exchange(seat, head)
@@ -280,6 +311,20 @@ class Rendezvous:
                     pairs=moved.pairs,
                 ),
             )
+
+    async def _go(self, member: Member, group: str, after: int) -> VersionHead:
+        """The next version to exchange. GroupOver when there will be none, RankGone if the rank's process ends."""
+        go = asyncio.ensure_future(self.until(lambda: self._next_go(group, after)))
+        gone = asyncio.ensure_future(member.gone())
+        try:
+            await asyncio.wait([go, gone], return_when=asyncio.FIRST_COMPLETED)
+            if not go.done():
+                raise RankGone("the rank's process has ended.")
+            return go.result()
+        finally:
+            for task in (go, gone):
+                task.cancel()
+            await asyncio.gather(go, gone, return_exceptions=True)
 
     def _next_go(self, group: str, after: int) -> VersionHead | None:
         view = self.view

@@ -55,6 +55,8 @@ class TrainerMember(Member):
             if not await self._rendezvous.offer(self, Offer(head=head, skip=skip)):
                 self._node.degraded.count("p2p-not-offered", detail=f"rank {self._registration.rank}, {version}")
         except Exception as error:
+            # It would be so with every version in this group.
+            await self._rendezvous.give_up(self, f"version {version} cannot be offered: {error}")
             log.warning("version %d is not offered", version, exc_info=not isinstance(error, DteError))
             self._node.degraded.count("p2p-not-offered", detail=f"rank {self._registration.rank}: {error}")
 
@@ -110,6 +112,9 @@ class TrainerMember(Member):
         with contextlib.suppress(DteError):
             if self._link.pid is not None:
                 await self._ask(p.P2PLeave(), p.Done)
+
+    async def gone(self) -> None:
+        await (await self._link.ready()).wait_ended()
 
     def settled(self, group: str, version: int, problem: str) -> None:
         if problem:

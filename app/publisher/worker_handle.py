@@ -62,6 +62,10 @@ class WorkerHandle:
     def alive(self) -> bool:
         return self._process.returncode is None and not self._reader.done()
 
+    async def wait_ended(self) -> None:
+        """Return when it has ended."""
+        await asyncio.wait([self._reader])
+
     async def call(
         self, request: Model, reply: type[M], on_chunk: Callable[[p.EncodedChunkFile], None] | None = None
     ) -> M:

@@ -16,12 +16,12 @@ from enum import Enum
 from typing import TypeVar
 
 from app.p2p.member import Member, Moved, Seat
-from app.p2p.messages import Join, ReceiverJoin, VersionHead
+from app.p2p.messages import Join, ReceiverJoin, VersionHead, View
 from app.p2p.rendezvous import Rendezvous
 from app.roles.base import Node
 from clients.protocol import Model, ReceiverRegistration
 from clients.rollout.p2p_protocol import Connect, Connected, Leave, Receive, Received
-from clients.rollout.protocol import Description, Empty, ReceiverClient
+from clients.rollout.protocol import Description, Empty, ReceiverClient, Status
 from engine.errors import DteError
 from transports.p2p.roster import RosterTensor
 
@@ -59,6 +59,7 @@ class ReceiverMember(Member):
         self._link: ReceiverClient | None = None
 
     async def join(self, daemon: str) -> Join:
+        await self._ask("status", Empty(), Status)  # who does not answer keeps no others waiting
         d = self._description
         return ReceiverJoin(
             daemon=daemon,
@@ -196,10 +197,10 @@ class Lane:
         """The group in which all ranks have received the decided `version`; None if it has to come from the store."""
         if not self._open:
             return None
-        await self._rendezvous.refresh()
+        old = None if await self._rendezvous.refresh() is not None else self._rendezvous.view
         loop = asyncio.get_running_loop()
         start_s = loop.time()
-        while (outcome := self._outcome(version)) is _Outcome.GOING_ON or outcome is _Outcome.MAY_BEGIN:
+        while (outcome := self._outcome(version, old)) is _Outcome.GOING_ON or outcome is _Outcome.MAY_BEGIN:
             left_s = start_s + self._patience_s(outcome) - loop.time()
             if left_s <= 0:
                 break
@@ -217,17 +218,21 @@ class Lane:
             return timeout_s / 3 if self._insists else 0.0
         return 2 * timeout_s if self._insists else min(timeout_s, AUTO_PATIENCE_S)
 
-    def _outcome(self, version: int) -> _Outcome:
+    def _outcome(self, version: int, old: View | None) -> _Outcome:
+        """What is to be expected of a decided version. `old`: a view that may be from before its decision."""
         known = self._exchanges.get(version)
         view = self._rendezvous.view
         if self.has(version) is not None or view is None or (known is not None and known.failed):
             return _Outcome.ENDED
         group = self._rendezvous.seat_of(self._members[0])
-        if group is not None and group.go is not None and group.go.version == version:
+        if group is not None and group.exchanging and group.go is not None and group.go.version == version:
             return _Outcome.GOING_ON
         # A group that ended in the middle of it, or before it began, or a version that was passed over.
-        over = known is not None or group is None or (view.last is not None and view.last >= version)
-        return _Outcome.ENDED if over else _Outcome.MAY_BEGIN
+        if known is not None or group is None or (view.last is not None and view.last >= version):
+            return _Outcome.ENDED
+        # In an idle group none begins any more: all ranks offered the version, or could not, before it was decided.
+        idle = group.state == "open" and not group.exchanging
+        return _Outcome.ENDED if idle and view is not old else _Outcome.MAY_BEGIN
 
     async def _news(self) -> None:
         seen = self._rendezvous.view

@@ -104,11 +104,12 @@ class Receiver:
         while not self._stopping:
             started_s = time.monotonic()
             try:
-                engine = await connect(self.registration, owner=self._owner, fence=self._fence, files=self._files)
+                fence = self._fence  # it may be raised while this is connecting
+                engine = await connect(self.registration, owner=self._owner, fence=fence, files=self._files)
                 try:
                     self._connected = True
                     self.standing.ranks = engine.ranks
-                    self._lane = self._lane_of(engine)
+                    self._lane = self._lane_of(engine, fence)
                     await self._attend(engine)
                 finally:
                     self._connected = False
@@ -130,11 +131,11 @@ class Receiver:
             kicked = await self._rest(pause_s)
             pause_s = FIRST_PAUSE_S if kicked else min(LAST_PAUSE_S, pause_s * 1.7)
 
-    def _lane_of(self, engine: Engine) -> Lane | None:
+    def _lane_of(self, engine: Engine, fence: int) -> Lane | None:
         """Where it may receive rank to rank; None if it shall not."""
         if self.registration.transport == "store" or not self._node.p2p.enabled:
             return None
-        return Lane(self._node, self.registration, engine.places, owner=self._owner, fence=self._fence)
+        return Lane(self._node, self.registration, engine.places, owner=self._owner, fence=fence)
 
     async def _rest(self, pause_s: float) -> bool:
         """Wait out the pause; True if somebody asked for attention in the meantime."""

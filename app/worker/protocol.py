@@ -6,7 +6,7 @@ Between them an `encode` sends `{"id", "chunk": …}` for every chunk that is co
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -24,6 +24,7 @@ from engine.records.models import (
 )
 from transports.memory.cuda_ipc import DeviceMemoryError
 from transports.memory.shm import SharedMemoryError, SharedMemoryInvalid
+from transports.p2p.errors import P2PError
 
 
 class SpoolFull(DteError):
@@ -349,12 +350,16 @@ _ERRORS: dict[str, type[DteError]] = {
 }
 
 
-def error_to_json(error: DteError) -> dict[str, str]:
-    return {"code": error.code, "message": error.message, "remedy": error.remedy}
+def error_to_json(error: DteError) -> dict[str, Any]:
+    found = {"code": error.code, "message": error.message, "remedy": error.remedy}
+    member = getattr(error, "member", None)
+    return found if member is None else {**found, "member": member}
 
 
-def error_from_json(data: dict[str, str]) -> DteError:
+def error_from_json(data: dict[str, Any]) -> DteError:
     """The error a worker reported, as the class it had there (DteError if unknown)."""
+    if "member" in data:
+        return P2PError(data.get("message", ""), member=data["member"], remedy=data.get("remedy", ""))
     kind = _ERRORS.get(data.get("code", ""), DteError)
     return kind(data.get("message", "the worker failed."), remedy=data.get("remedy", ""))
 

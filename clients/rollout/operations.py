@@ -6,6 +6,7 @@ Invariant: the table is all a transport (socket server, engine plugin) needs to 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from clients.protocol import Model
 from clients.rollout import p2p_protocol as groups
@@ -40,6 +41,9 @@ def error_body(error: Exception) -> p.ErrorBody:
     """What an operation's failure looks like to the daemon."""
     if isinstance(error, DteError):
         tensors: Sequence[str] = getattr(error, "tensors", ())
-        detail = {"tensors": list(tensors)[:100]} if tensors else {}
+        detail: dict[str, Any] = {"tensors": list(tensors)[:100]} if tensors else {}
+        member = getattr(error, "member", None)
+        if member is not None:
+            detail["member"] = member  # of a P2P group: who is to blame
         return p.ErrorBody(code=error.code, message=error.message, remedy=error.remedy, detail=detail)
     return p.ErrorBody(code="receiver-error", message=f"{type(error).__name__}: {error}")

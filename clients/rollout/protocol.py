@@ -42,6 +42,12 @@ class ReceiverError(DteError):
         self.code = code or type(self).code
         self.detail = detail or {}
 
+    @property
+    def member(self) -> int | None:
+        """Number of the member of a P2P group that is to blame, if it is not this receiver."""
+        found = self.detail.get("member")
+        return found if isinstance(found, int) else None
+
 
 class ReceiverGone(ReceiverError):
     """The receiver's process is not there, or its connection was lost; what it did last is not known."""
