@@ -48,3 +48,28 @@ def memory(record: Record = None, as_json: Json = False) -> None:
     from app.bench.memory import run_memory
 
     run_memory(record, json_output=as_json)
+
+
+@bench.command()
+def p2p(
+    record: Annotated[
+        Path | None, typer.Option(help="Folder of a record made by `dte demo --record`, in place of a synthetic model.")
+    ] = None,
+    parameters: Annotated[
+        int | None,
+        typer.Option(min=1, max=2_000_000_000, help="About so many in the synthetic model [default: 135 M]."),
+    ] = None,
+    changed: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Fraction that changes in it [default: 0.01].")
+    ] = None,
+    senders: Annotated[int, typer.Option(min=1, max=64, help="Trainer ranks, each with a flat shard.")] = 2,
+    receivers: Annotated[int, typer.Option(min=1, max=64, help="Tensor-parallel receiver ranks.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, max=1000, help="Measurements of each; medians are reported.")] = 7,
+    seed: Annotated[int, typer.Option(min=0, help="Of the synthetic model.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Time rank to rank transfer over Gloo: beside sending all weights, and beside PULSE's patch broadcast."""
+    from app.bench.p2p import Options, run_p2p
+
+    options = Options(record, parameters, changed, senders, receivers, rounds, seed)
+    run_p2p(options, json_output=as_json)
