@@ -218,8 +218,8 @@ class Rendezvous:
         return name
 
     def _mine(self, member: Member, name: str) -> GroupView | None:
-        """The group in which the member has a seat that it has not given up. GroupOver if the coordinator does not know the member any more: it
-        has to join again."""
+        """The group in which the member has a seat that it has not given up. GroupOver if the coordinator does not know
+        the member any more: it has to join again."""
         view = self.view
         if view is None:
             return None
