@@ -34,8 +34,9 @@ class Meetings:
         settings = self._settings
         meeting = self._meetings.get(run)
         if meeting is None:
-            for idle in [name for name, m in self._meetings.items() if m.idle]:
-                del self._meetings[idle]
+            if len(self._meetings) >= MAX_RUNS:
+                for idle in [name for name, m in self._meetings.items() if m.idle]:
+                    del self._meetings[idle]
             if len(self._meetings) >= MAX_RUNS:
                 raise StateConflict(f"{MAX_RUNS} runs meet at this coordinator already.", remedy="Use another one.")
             meeting = self._meetings[run] = Meeting(

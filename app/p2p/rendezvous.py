@@ -98,13 +98,21 @@ class Rendezvous:
                 with contextlib.suppress(ClientError, TimeoutError):
                     await self._send("DELETE", f"members/{name}", within_s=OFFER_S)
             await asyncio.wait([task])
+        if not self._followers:
+            await self._rest()
+
+    async def _rest(self) -> None:
+        """Ask for no more views: there is nobody here whom they concern."""
+        poll, self._poll = self._poll, None
+        if poll is not None:
+            poll.cancel()
+            await asyncio.wait([poll])
+            self._see(None)
 
     async def aclose(self) -> None:
         """Take all members out and close."""
         await asyncio.gather(*(self.remove(m) for m in list(self._followers)))
-        if self._poll is not None:
-            self._poll.cancel()
-            await asyncio.wait([self._poll])
+        await self._rest()
         await self._http.aclose()
 
     async def offer(self, member: Member, offer: Offer) -> bool:

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.p2p.site import LARGE, Site
+from tests.p2p.site import LARGE, RUN, Site
 from tests.support.store_proxy import Hold
 
 pytestmark = [pytest.mark.p2p, pytest.mark.faults]
@@ -270,3 +271,82 @@ def test_a_trainer_that_takes_no_part_is_not_waited_for(sites: Any, tmp_path: Pa
     site.arrived(version, {"a": "store", "b": "store"})
     assert site.degraded("rollout")["p2p-missed"] >= 2
     well(site)
+
+
+# --- coming and going -----------------------------------------------------------------------------------------------
+
+
+def test_somebody_joins_in_the_middle_of_an_exchange(sites: Any) -> None:
+    site = sites()
+    first = site.group(2)["group"]["id"]
+    site.ship_p2p("ab")
+    version = held_open(site)
+    committed(site)
+    site.receive("c", 2)
+    site.arrived(version, names="ac")
+    site.until("c has joined", lambda: sum(m.startswith("receiver:c") for m in site.view()["members"]) == 2)
+    group = site.view()["group"]
+    assert (group["id"], group["exchanging"]) == (first, True)  # nobody is disturbed
+    site.receivers["b"].children[0].child.go_on()
+    site.arrived(version, {"b": "p2p"}, names="b")
+    site.group(4, other_than=[first])
+    site.ship_p2p("abc")
+    assert site.view()["trouble"] == ""
+    well(site)
+
+
+def test_a_receiver_is_removed_during_an_exchange_and_registered_again(sites: Any) -> None:
+    site = sites()
+    first = site.group(2)["group"]["id"]
+    site.ship_p2p("ab")
+    version = held_open(site)
+    committed(site)
+    httpx.delete(f"{site.url('rollout')}/receivers/b", trust_env=False, timeout=60.0).raise_for_status()
+    site.arrived(version, {"a": "p2p"}, names="a")
+    site.group(1, other_than=[first])
+    following = site.ship()
+    site.arrived(following, {"a": "p2p"}, names="a")
+    site.receivers["b"].children[0].child.go_on()  # it registers itself
+    site.arrived(following, {"b": "store"}, names="b")
+    site.group(2, other_than=[first])
+    site.ship_p2p("ab")
+    well(site)
+
+
+def test_a_rank_that_is_back_at_once(sites: Any) -> None:
+    """Before anybody can have noticed that it was away."""
+    site = sites(receivers={"a": 1, "two": 2})
+    seen = [site.group(3)["group"]["id"]]
+    site.ship_p2p(["a", "two"])
+    for rank in (1, 0):
+        site.receivers["two"].children[rank].child.kill()
+        site.receive("two", first=rank)
+        site.arrived(site.ship())
+        seen.append(site.group(3, other_than=seen)["group"]["id"])
+        site.ship_p2p(["a", "two"])
+    well(site)
+
+
+def test_thirty_groups_later_nothing_is_left_of_them(sites: Any) -> None:
+    site = sites(receivers={"a": 1})
+    seen = [site.group(1)["group"]["id"]]
+
+    def again(count: int) -> None:
+        for _ in range(count):
+            member = next(m for m in site.view()["members"] if m.startswith("receiver"))
+            httpx.delete(f"{site.url('trainer')}/p2p/{RUN}/members/{member}", trust_env=False, timeout=60.0)
+            seen.append(site.group(1, other_than=seen)["group"]["id"])
+        site.ship_p2p("a")
+
+    def held() -> list[tuple[str, int, int]]:
+        pids = {f"worker {n}": pid for n, pid in enumerate(site.workers())}
+        pids |= {name: daemon.pid for name, daemon in site.daemons.items()}
+        pids["receiver"] = site.receivers["a"].children[0].child.pid
+        count = {n: (len(os.listdir(f"/proc/{p}/fd")), len(os.listdir(f"/proc/{p}/task"))) for n, p in pids.items()}
+        return [(name, *found) for name, found in count.items()]
+
+    again(3)  # what is made once is made
+    before = held()
+    again(30)
+    grown = [(old, new) for old, new in zip(before, held(), strict=True) if new[1] > old[1] + 8 or new[2] > old[2] + 8]
+    assert not grown

@@ -170,6 +170,65 @@ def test_a_failure_ends_the_group_and_the_next_one_waits_longer_each_time(who: i
     assert room.meeting.view().trouble == ""
 
 
+def test_a_receiver_that_keeps_failing_does_not_keep_the_others_from_their_group() -> None:
+    room = Room(lease_s=1e9)
+    room.sender()
+    room.receiver("good")
+    rests = []
+    for _ in range(4):
+        bad = room.receiver("bad")
+        room.meeting.tick()
+        group = room.meeting.view().group
+        assert group is not None
+        assert group.members[1:] == ["receiver:bad:1:0", "receiver:good:1:0"]
+        # Each side tells on it, and it does so itself: that is one failure.
+        room.meeting.report(group.id, "receiver:good:1:0", Report(what="failed", why="late", lost=1))
+        with pytest.raises(StateConflict, match="over"):
+            room.meeting.report(group.id, bad, Report(what="failed", why="no way"))
+        start = room.now_s
+        room.receiver("bad")
+        room.receiver("good")
+        room.now_s += 0.5
+        alone = 0
+        while (view := room.meeting.view()).group is None or bad not in view.group.members:
+            room.now_s += 0.5
+            room.meeting.tick()
+            if view.group is not None and view.group.state == "forming":
+                room.open()
+                alone += 1
+        assert alone == 1
+        rests.append(room.now_s - start)
+    assert rests == sorted(rests)
+    assert rests[-1] > 8 * rests[0]
+    room.open()
+    room.offer("trainer:l1:0", 1)
+    room.done()  # it does well: the next failure is a first one again
+    room.meeting.report(room.meeting.view().group.id, bad, Report(what="failed", why="once"))  # type: ignore[union-attr]
+    room.receiver("bad")
+    room.now_s += 3
+    room.meeting.tick()
+    assert bad in room.meeting.view().group.members  # type: ignore[union-attr]
+
+
+def test_a_failure_in_an_exchange_lets_the_others_finish() -> None:
+    room = Room()
+    one, a, b = room.sender(), room.receiver("a"), room.receiver("b")
+    group = room.open()
+    room.offer(one, 1)
+    room.meeting.report(group, b, Report(what="failed", why="its process ended"))
+    room.receiver("b")  # back already, and not in the same group
+    view = room.meeting.view()
+    assert view.group is not None
+    assert (view.group.id, view.group.exchanging) == (group, True)
+    assert "process ended" in view.trouble
+    room.offer(one, 2)
+    room.done(a)
+    assert room.go() == 1
+    room.meeting.report(group, one, Report(what="failed", why="b was lost", lost=2))
+    assert room.meeting.view().group is None
+    assert "its process ended" in room.meeting.view().trouble
+
+
 def test_different_plans_open_no_group() -> None:
     room = Room()
     one, to = room.sender(), room.receiver()
