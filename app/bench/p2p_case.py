@@ -6,6 +6,7 @@ out of the whole model by rectangles, without the plan that is measured.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -172,7 +173,7 @@ def make_case(shapes: Shapes, senders: int, receivers: int) -> Case:
             for number, (meta, first, n) in enumerate(zip(metas, firsts[:-1], sizes, strict=True))
             if max(lo, first) < min(hi, first + n)
         )
-        for lo, hi in zip(bounds[:-1], bounds[1:], strict=True)
+        for lo, hi in itertools.pairwise(bounds)
     ]
     held = [_held(metas, rank, receivers) for rank in range(receivers)]
     wanted = [[ReceiverTensor(h.tensor, h.layout) for h in mine] for mine in held]

@@ -15,6 +15,8 @@ from typing import Any, Self
 
 from engine.errors import DteError
 
+MODEL = "model"
+"""The case of the model itself; others are named by the number of pieces."""
 _STOP_TIMEOUT_S = 10.0
 _TAIL_BYTES = 2000
 
@@ -42,7 +44,7 @@ class Members:
                             stdout=subprocess.PIPE,
                             stderr=errors,
                             text=True,
-                        )  # fmt: skip
+                        )
                     )
             commands = [
                 {"folder": str(folder), "number": n, "senders": senders, "receivers": receivers}
@@ -53,10 +55,11 @@ class Members:
             self.close()
             raise
 
-    def connect(self) -> None:
-        """Make them one group."""
+    def connect(self) -> dict[str, int]:
+        """Make them one group; how many operations each case has."""
         port = self._ask("host", [{}], only=1)[0]["port"]
-        self.ask("connect", port=port)
+        operations: dict[str, int] = self.ask("connect", port=port)[0]["operations"]
+        return operations
 
     def ask(self, verb: str, **arguments: Any) -> list[dict[str, Any]]:
         """Everybody's answer, by number. MemberFailed names all that failed."""

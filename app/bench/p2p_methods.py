@@ -25,7 +25,7 @@ from engine.layout.algebra import invert
 from engine.plan.operations import Counts, Delivery, Operation, Part
 from engine.plan.selection import select_entries
 from transports.p2p import wire
-from transports.p2p.base import Bytes, Carrier, Pending
+from transports.p2p.base import Carrier, Pending
 from transports.p2p.driving import drive
 from transports.p2p.rendezvous import Meeting
 from transports.p2p.rounds import VersionHead, receive_version, send_version
@@ -282,9 +282,11 @@ class PatchBroadcast(Method):
         group.broadcast(index)
         group.broadcast(bits)
         out.stage("broadcast", received=8 + index.nbytes + bits.nbytes)
-        for tensor, inverse in receiver.inverses.items():
-            start = receiver.case.starts[tensor]
-            lo, hi = np.searchsorted(index, [start, start + inverse.layout.src_numel]).tolist()
+        starts = [receiver.case.starts[tensor] for tensor in receiver.inverses]
+        stops = [at + part.layout.src_numel for at, part in zip(starts, receiver.inverses.values(), strict=True)]
+        # Looked up all at once and as int32: otherwise the whole index is converted for every tensor.
+        bounds = np.searchsorted(index, np.array([starts, stops], np.int32)).T.tolist()
+        for (tensor, inverse), start, (lo, hi) in zip(receiver.inverses.items(), starts, bounds, strict=True):
             positions, local = select_entries(inverse, index[lo:hi].astype(np.int64) - start)
             receiver.lanes.append((tensor, local.astype(np.uint32), bits[lo:hi][positions]))
         out.marks["remap"] = time.monotonic()

@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from app.bench.p2p_case import Case, Held, Shapes, equal, make_case
+from app.bench.p2p_members import MODEL
 from app.bench.p2p_methods import (
     DenseBroadcast,
     DenseDirect,
@@ -38,7 +39,6 @@ from transports.p2p.rounds import agree
 
 HOST = "127.0.0.1"
 CONNECT_TIMEOUT_S = 120.0
-MODEL = "model"
 
 
 class Member:
@@ -80,7 +80,7 @@ class Member:
             "dense-direct": DenseDirect(case, self.number, self._message_bytes),
             "patch-broadcast": PatchBroadcast(self.senders),
         }
-        return {}
+        return {"operations": {name: len(side.case.plan.operations) for name, side in self._sides.items()}}
 
     def transfer(self, method: str, bucket_bytes: int, pieces: str) -> dict[str, Any]:
         """One transfer, timed."""

@@ -64,7 +64,7 @@ def p2p(
     ] = None,
     senders: Annotated[int, typer.Option(min=1, max=64, help="Trainer ranks, each with a flat shard.")] = 2,
     receivers: Annotated[int, typer.Option(min=1, max=64, help="Tensor-parallel receiver ranks.")] = 2,
-    rounds: Annotated[int, typer.Option(min=1, max=1000, help="Measurements of each; medians are reported.")] = 7,
+    rounds: Annotated[int, typer.Option(min=1, max=1000, help="Measurements of each; medians are reported.")] = 5,
     seed: Annotated[int, typer.Option(min=0, help="Of the synthetic model.")] = 0,
     as_json: Json = False,
 ) -> None:
