@@ -1,0 +1,177 @@
+"""A daemon's end of the meetings: it asks while it has members, and one run's meeting does not disturb another's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from app.events import EventBus
+from app.p2p.hub import Hub
+from app.p2p.member import Member, Moved, Seat
+from app.p2p.messages import Join, Offer, ReceiverJoin, SenderJoin, VersionHead
+from app.settings import Settings
+from engine.records.models import TensorMeta
+from transports.p2p.roster import RosterSlice, RosterTensor
+
+pytestmark = pytest.mark.anyio
+
+
+class Stub(Member):
+    """A member that does at once whatever it is asked."""
+
+    def __init__(self, join: dict[str, Any], *, fails: bool = False) -> None:
+        self._join = join
+        self._fails = fails
+        self.groups: list[str] = []
+        self.versions: list[int] = []
+        self.left = 0
+
+    async def join(self, daemon: str) -> Join:
+        kind = SenderJoin if "launch" in self._join else ReceiverJoin
+        return kind(daemon=daemon, **self._join)
+
+    async def host(self) -> str:
+        return "127.0.0.1:1"
+
+    async def connect(self, seat: Seat) -> str:
+        assert seat.roster.exists()
+        self.groups.append(seat.group)
+        return "a" * 64
+
+    async def exchange(self, seat: Seat, head: VersionHead) -> Moved:
+        if self._fails:
+            raise RuntimeError("broken")
+        self.versions.append(head.version)
+        return Moved(1, 8, 0.1)
+
+    async def leave(self) -> None:
+        self.left += 1
+
+    def settled(self, group: str, version: int, problem: str) -> None:
+        pass
+
+
+def trainer() -> Stub:
+    block = ([8], 0, [1], 0, [1])
+    return Stub(
+        {
+            "launch": "l",
+            "epoch": 1,
+            "rank": 0,
+            "world": 1,
+            "tensors": [TensorMeta(name="w", shape=(8,))],
+            "slices": [RosterSlice(slice=0, tensor="w", lanes=8, blocks=[block])],
+        }
+    )
+
+
+def receiver(name: str = "a", **more: Any) -> Stub:
+    tensor = RosterTensor(names=["w"], shape=(8,), dtype="bfloat16", held=8)
+    return Stub({"receiver": name, "life": "1", "rank": 0, "ranks": 1, "tensors": [tensor]}, **more)
+
+
+class House:
+    """A daemon that is its own coordinator; `asked` counts requests by path."""
+
+    def __init__(self, folder: Path) -> None:
+        self.hub = Hub(Settings(data_dir=folder, p2p=True), EventBus())
+        self.asked: Counter[str] = Counter()
+        self.hub.meetings.start()
+
+    async def run(self, name: str) -> Any:
+        found = self.hub.rendezvous(name)
+
+        async def count(request: httpx.Request) -> None:
+            self.asked[f"{request.method} {request.url.path}"] += 1
+
+        hooks = found._http.client.event_hooks
+        if not hooks["request"]:
+            found._http.client.event_hooks = {"request": [count]}
+        return found
+
+    async def until(self, reached: Any) -> None:
+        async with asyncio.timeout(30):
+            while not reached():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    async def close(self) -> None:
+        await self.hub.aclose()
+        await self.hub.meetings.stop()
+
+
+async def turns() -> None:
+    """Let everybody in the event loop go on until they wait for something; who asks again and again never does."""
+    for _ in range(2000):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> Any:
+    made = House(tmp_path)
+    yield made
+    await made.close()
+
+
+async def test_members_meet_exchange_and_part(house: House) -> None:
+    run = await house.run("r")
+    one, two = trainer(), receiver()
+    run.add(one)
+    run.add(two)
+    await house.until(lambda: run.view and run.view.group and run.view.group.state == "open")
+    for version in (1, 2):
+        head = VersionHead(epoch=1, version=version, base=version - 1, step=version)
+        assert await run.offer(one, Offer(head=head))
+        await house.until(lambda version=version: two.versions[-1:] == [version] == one.versions[-1:])
+    assert one.groups == two.groups
+    await run.remove(two)
+    await house.until(lambda: run.view.group is None)
+    assert one.left
+    assert two.left
+
+
+async def test_who_has_no_members_asks_for_nothing(house: House) -> None:
+    """Also runs that have ended must not keep each other busy."""
+    runs = [await house.run(f"r{n}") for n in range(3)]
+    for run in runs:
+        members = [trainer(), receiver()]
+        for member in members:
+            run.add(member)
+        await house.until(lambda run=run: run.view and run.view.group)
+        for member in members:
+            await run.remove(member)
+    instances = [house.hub.meetings.get(f"r{n}").view().instance for n in range(3)]
+    before = house.asked.total()
+    waited = await asyncio.gather(*(house.hub.meetings.get("other").wait("x", 0.0) for _ in range(2)))
+    await turns()
+    assert house.asked.total() == before
+    assert all(run.view is None for run in runs)
+    assert [house.hub.meetings.get(f"r{n}").view().instance for n in range(3)] == instances
+    assert waited
+
+
+async def test_runs_side_by_side_wait_quietly(house: House) -> None:
+    runs = [await house.run(f"r{n}") for n in range(3)]
+    for run in runs:
+        run.add(trainer())
+    await house.until(lambda: all(run.view and run.view.members for run in runs))
+    await turns()
+    before = house.asked.total()
+    await turns()
+    assert house.asked.total() - before <= len(runs), house.asked
+
+
+async def test_a_member_that_fails_joins_again(house: House) -> None:
+    run = await house.run("r")
+    one, two = trainer(), receiver(fails=True)
+    run.add(one)
+    run.add(two)
+    await house.until(lambda: run.view and run.view.group and run.view.group.state == "open")
+    head = VersionHead(epoch=1, version=1, base=0, step=1)
+    assert await run.offer(one, Offer(head=head))
+    await house.until(lambda: run.view and "broken" in run.view.trouble)
+    await house.until(lambda: run.view and any(m.startswith("receiver") for m in run.view.members))
