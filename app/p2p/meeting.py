@@ -142,10 +142,11 @@ class Meeting:
         if g is None or g.id != group or member not in g.members:
             raise StateConflict(f"group {group} is over.", remedy="Ask for the present one.")
         if report.what == "failed":
-            self._exchange[member] = report
-            self._members.pop(member, None)  # it joins again when it can
-            lost = g.members[report.lost] if report.lost is not None and report.lost < len(g.members) else member
-            self._fail(g, member, f"{member}: {report.why}", because_of=[lost])
+            if member in g.waiting or not g.doomed:  # else it has said so before, or has done its part
+                self._exchange[member] = report
+                self._members.pop(member, None)  # it joins again when it can
+                lost = g.members[report.lost] if report.lost is not None and report.lost < len(g.members) else member
+                self._fail(g, member, f"{member}: {report.why}", because_of=[lost])
         elif report.what == "hosting":
             if member != g.members[0] or not report.address:
                 raise InvalidInput("only the group's first member hosts its store, and says where.")
