@@ -142,10 +142,11 @@ class Meeting:
         if g is None or g.id != group or member not in g.members:
             raise StateConflict(f"group {group} is over.", remedy="Ask for the present one.")
         if report.what == "failed":
-            self._exchange[member] = report
-            self._members.pop(member, None)  # it joins again when it can
-            lost = g.members[report.lost] if report.lost is not None and report.lost < len(g.members) else member
-            self._fail(g, member, f"{member}: {report.why}", because_of=[lost])
+            if member in g.waiting or not g.doomed:  # else it has said so before, or has done its part
+                self._exchange[member] = report
+                self._members.pop(member, None)  # it joins again when it can
+                lost = g.members[report.lost] if report.lost is not None and report.lost < len(g.members) else member
+                self._fail(g, member, f"{member}: {report.why}", because_of=[lost])
         elif report.what == "hosting":
             if member != g.members[0] or not report.address:
                 raise InvalidInput("only the group's first member hosts its store, and says where.")
@@ -244,7 +245,7 @@ class Meeting:
         self._bump()
         if self._group is not None and member in self._group.members:
             if self._group.waiting or not self._group.open:
-                self._fail(self._group, member, f"{member}: {why}", because_of=[member])
+                self._fail(self._group, member, f"{member}: {why}", because_of=[])
             else:
                 self._dissolve(f"{member}: {why}", failed=False)
 
@@ -335,8 +336,13 @@ class Meeting:
         found = {name: e for name, e in sorted(engines.items()) if len(e) == next(iter(e.values())).ranks}
         if not found:
             return None
-        now = self._clock()
-        whole = [e for name, e in found.items() if self._rests.get(name, now) <= now] or list(found.values())
+        # Who is in a group already stays in it: it was let in because everybody had to rest.
+        now, seated = (
+            self._clock(),
+            set() if self._group is None else set(map(self._receiver_of, self._group.receivers)),
+        )
+        rested = [e for name, e in found.items() if name in seated or self._rests.get(name, now) <= now]
+        whole = rested or list(found.values())
         return [member_id(ranks[r]) for r in sorted(ranks)], [member_id(e[r]) for e in whole for r in sorted(e)]
 
     def _form(self, senders: list[str], receivers: list[str]) -> None:

@@ -223,6 +223,9 @@ class Rendezvous:
         name = (await self._http.send(Call("POST", f"/p2p/{self.run}/members", one(Joined), body=body))).member
         self._see(await self._get_view("", 0.0))
         self._names[member] = name
+        if (group := self.seat_of(member)) is not None and group.id == self._left.get(member):
+            # Left while the coordinator was away, which still counts on it.
+            await self.give_up(member, "it left the group")
         return name
 
     def _mine(self, member: Member, name: str) -> GroupView | None:

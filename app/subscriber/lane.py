@@ -21,7 +21,7 @@ from app.p2p.rendezvous import Rendezvous
 from app.roles.base import Node
 from clients.protocol import Model, ReceiverRegistration
 from clients.rollout.p2p_protocol import Connect, Connected, Leave, Receive, Received
-from clients.rollout.protocol import Description, Empty, ReceiverClient, Status
+from clients.rollout.protocol import Description, Empty, ReceiverClient
 from engine.errors import DteError
 from transports.p2p.roster import RosterTensor
 
@@ -30,6 +30,8 @@ M = TypeVar("M", bound=Model)
 
 AUTO_PATIENCE_S = 5.0
 """How long a receiver with transport auto waits for the end of an exchange whose version is decided."""
+PROMPT_S = 5.0
+"""How long a rank may take to answer what it can answer at once."""
 REMEMBERED = 8
 """Exchanges whose outcome is kept."""
 
@@ -59,7 +61,12 @@ class ReceiverMember(Member):
         self._link: ReceiverClient | None = None
 
     async def join(self, daemon: str) -> Join:
-        await self._ask("status", Empty(), Status)  # who does not answer keeps no others waiting
+        # Who does not answer would only keep the others of a group waiting.
+        link = await ReceiverClient.connect(self._socket)
+        try:
+            await link.status(timeout_s=PROMPT_S)
+        finally:
+            await link.aclose()
         d = self._description
         return ReceiverJoin(
             daemon=daemon,
@@ -123,7 +130,9 @@ class ReceiverMember(Member):
             # On a connection of its own: what it ends may occupy the other one.
             other = await ReceiverClient.connect(self._socket)
             try:
-                await other.call("leave", Leave(owner=self._lane.owner, fence=self._lane.fence), Empty, timeout_s=5.0)
+                await other.call(
+                    "leave", Leave(owner=self._lane.owner, fence=self._lane.fence), Empty, timeout_s=PROMPT_S
+                )
             finally:
                 await other.aclose()
 

@@ -210,6 +210,28 @@ def test_a_receiver_that_keeps_failing_does_not_keep_the_others_from_their_group
     assert bad in room.meeting.view().group.members  # type: ignore[union-attr]
 
 
+def test_a_group_of_receivers_that_should_all_rest_stays_when_one_of_them_has_rested() -> None:
+    room = Room(lease_s=1e9)
+    one = room.sender()
+    names = {n: room.receiver(n) for n in "ab"}
+    for version, failing in enumerate(["a", "ab"], 1):  # a has to rest longer than b
+        group = room.open()
+        room.offer(one, version)
+        for name in failing:
+            room.meeting.report(group, names[name], Report(what="failed", why="cut"))
+        room.done(one, *(m for n, m in names.items() if n not in failing))
+        for name in failing:
+            room.receiver(name)
+        room.now_s += 2.1 if failing == "a" else 1.1
+        room.meeting.tick()
+    assert len(room.meeting.view().group.members) == 3  # type: ignore[union-attr]
+    group = room.open()
+    for _ in range(20):
+        room.now_s += 0.5
+        room.meeting.tick()
+        assert room.meeting.view().group.id == group  # type: ignore[union-attr]
+
+
 def test_a_failure_in_an_exchange_lets_the_others_finish() -> None:
     room = Room()
     one, a, b = room.sender(), room.receiver("a"), room.receiver("b")
