@@ -93,6 +93,7 @@ bench: setup
 	@$(BIN)/dte bench construct $(ARGS)
 	@$(BIN)/dte bench wire
 	@$(BIN)/dte bench memory
+	@$(BIN)/dte bench p2p
 
 openapi: setup
 	@$(BIN)/python -m app.openapi > docs/openapi.json
