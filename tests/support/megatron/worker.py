@@ -119,6 +119,8 @@ def _work(rank: int, world: int, answers: IO[str]) -> int:
             print(json.dumps({"failed": repr(error)}), file=answers, flush=True)
             # No clean-up: other ranks may wait for this one, and the end of a group would wait for them.
             return 1
+        # The groups' threads, which poll for as long as they live, end only with what refers to them.
+        gc.collect()
     return 0
 
 
