@@ -24,6 +24,8 @@ from transports.errors import StoreError
 log = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 5.0
+IDLE_S = 1.0
+"""How often a run is looked at in which nothing is decided."""
 HOUSEKEEPING_S = 5.0
 SCAN_S = 0.5
 """How often new runs are looked for among those this daemon uses."""
@@ -71,6 +73,7 @@ class RunWatcher:
         pace_s = self._node.settings.poll_interval_s
         delay_s = pace_s
         while True:
+            number = self.chain.next_version
             try:
                 await self.once()
             except DteError as error:
@@ -90,8 +93,10 @@ class RunWatcher:
                 if self.trouble is not None:
                     log.info("run %s: in order again", self.chain.run)
                 self.trouble = None
-                # A run nobody has registered for may stay empty for ever: look at it less and less often.
-                delay_s = min(2 * delay_s, MAX_BACKOFF_S) if self.chain.epoch is None else pace_s
+                # A run nobody has registered for may stay empty for ever, and one that has ended stays as it is: look
+                # at it less and less often. Whoever waits for a version of it asks by itself.
+                slowest_s = MAX_BACKOFF_S if self.chain.epoch is None else max(pace_s, IDLE_S)
+                delay_s = min(2 * delay_s, slowest_s) if self.chain.next_version == number else pace_s
             await asyncio.sleep(delay_s)
 
 
