@@ -147,7 +147,8 @@ class Settings(BaseSettings):
             raise ValueError("`receivers` names one receiver twice")
         if names and "subscriber" not in self.roles:
             raise ValueError("`receivers` are given, but this daemon has no subscriber role")
-        if self.p2p and self.p2p_coordinator is None and "coordinator" not in self.roles:
+        meets = self.p2p and not self.roles.isdisjoint({"publisher", "subscriber"})
+        if meets and self.p2p_coordinator is None and "coordinator" not in self.roles:
             raise ValueError("`p2p_coordinator` must be set, because this daemon has no coordinator role of its own")
         if self.p2p_coordinator is not None and not self.p2p_coordinator.startswith(("http://", "https://")):
             raise ValueError("`p2p_coordinator` must be the address of a daemon: http://HOST:PORT")

@@ -181,3 +181,21 @@ def test_receivers_are_tables_of_the_file_or_json_in_the_variable(env: Env, toml
 def test_receivers_that_cannot_be_are_refused(toml: Callable[[str], Path], text: str, why: str) -> None:
     with pytest.raises(SettingsError, match=why):
         Settings.load(toml(text))
+
+
+def test_p2p_needs_a_place_to_meet_where_there_is_somebody_to_bring() -> None:
+    for roles in ("publisher,store", "subscriber,store"):
+        with pytest.raises(SettingsError, match="p2p_coordinator"):
+            Settings.load(p2p=True, roles=roles)
+        assert Settings.load(p2p=True, roles=roles, p2p_coordinator="http://10.0.0.1:7411").p2p
+    assert Settings.load(p2p=True, roles="store").p2p
+    assert Settings.load(p2p=True).p2p
+    with pytest.raises(SettingsError, match="http://HOST:PORT"):
+        Settings.load(p2p=True, p2p_coordinator="10.0.0.1:7411")
+
+
+def test_ranks_are_reached_where_the_daemon_listens_or_is_said_to() -> None:
+    assert Settings.load().p2p_address == "127.0.0.1"
+    assert Settings.load(p2p_host="node-3").p2p_address == "node-3"
+    everywhere = Settings.load(host="0.0.0.0", token="long-enough")
+    assert everywhere.p2p_address not in ("0.0.0.0", "")
