@@ -111,6 +111,18 @@ class Holder(nn.Module):
         return out
 
 
+def wait_for_cut(sources: Sequence[TorchSource], timeout_s: float) -> None:
+    """Wait until every rank may publish the same number. Ranks of a real trainer agree on one in their own group; these
+    are in one process, so one of them might accumulate what the others publish."""
+    until_s = time.monotonic() + timeout_s
+    while True:
+        cuts = {s._daemon.cut(s.run, s.rank).version for s in sources}
+        if len(cuts) == 1 and None not in cuts:
+            return
+        assert time.monotonic() < until_s, cuts
+        time.sleep(0.01)
+
+
 class Job:
     """A trainer of these ranks, and receivers of those, following one run. `step`, then `ship`."""
 
@@ -189,6 +201,7 @@ class Job:
     def ship(self, *, publish: bool = True) -> VersionInfo | None:
         """Sync; the version that came of it, once every receiver has it and it is right. None without one."""
         self.number += 1
+        wait_for_cut(self.sources, TIMEOUT_S)
         handles = [s.sync(self.number, publish=publish) for s in self.sources]
         jobs = [h.wait(TIMEOUT_S) for h in handles]
         states = {j.state for j in jobs}

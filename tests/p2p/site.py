@@ -27,7 +27,7 @@ from clients.protocol import JobState, ReceiverInfo
 from clients.trainer import TorchSource
 from clients.trainer.source import SyncHandle
 from tests.p2p.process import Rank
-from tests.p2p.rig import Model, Ranks, Rect, TrainerRank, matrix_of
+from tests.p2p.rig import Model, Ranks, Rect, TrainerRank, matrix_of, wait_for_cut
 from tests.support.ports import free_port
 from tests.support.processes import Child
 from tests.support.store_proxy import StoreProxy
@@ -35,6 +35,7 @@ from tests.support.store_proxy import StoreProxy
 T = TypeVar("T")
 RUN = "site"
 PATIENCE_S = 180.0
+CUT_S = 10.0
 SMALL: Model = {"embed": (64, 48), "q": (48, 48), "norm": (48,)}
 LARGE: Model = {"embed": (1024, 768), "norm": (48,)}
 """A version of all its tensors is more than a MiB for each of two ranks."""
@@ -211,6 +212,8 @@ class Site:
         self.number += 1
         for rank in self.ranks:
             rank.step(frozenset(without))
+        with contextlib.suppress(ClientError, AssertionError):  # a daemon that is away, or cannot go on
+            wait_for_cut(self.sources, CUT_S)
         self._handles = [s.sync(self.number) for s in self.sources]
         self._bits = self.bits()
         version = self._handles[0].version
