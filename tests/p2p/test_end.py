@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from engine.errors import CodecError, InvalidInput, LayoutError, StateConflict
 from engine.records import record_bytes
 from engine.records.models import TensorMeta
 from transports.p2p.end import GroupEnd, Place, host_port, peers_of
+from transports.p2p.errors import CarrierClosed
 from transports.p2p.planning import plan_of, read_roster
+from transports.p2p.rendezvous import host_store
 from transports.p2p.roster import Roster, RosterSlice, RosterTensor
 
 META = TensorMeta(name="w", shape=(8, 4))
@@ -117,3 +120,19 @@ def test_without_a_group_there_is_nothing_to_use_or_to_leave() -> None:
 def test_a_gpu_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="not visible"):
         GroupEnd().connect(place(tmp_path / "r", record_bytes(roster()), carrier="nccl", device="01234567"))
+
+
+def test_leaving_ends_a_connect_that_waits_for_others(tmp_path: Path) -> None:
+    """However long it might have waited: the next group needs this rank now."""
+    end = GroupEnd()
+    store, port = host_store("127.0.0.1")
+    where = place(tmp_path / "r", record_bytes(roster()), address=f"127.0.0.1:{port}", timeout_s=3600.0)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(end.connect, where)
+        while not store.check([f"{where.group}/gather/1/0"]):
+            assert not waiting.done()
+        end.leave()
+        with pytest.raises(CarrierClosed):
+            waiting.result(timeout=30)
+    with pytest.raises(StateConflict, match="not in group"):
+        end.seated(where.group)

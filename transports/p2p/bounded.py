@@ -11,13 +11,24 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from transports.p2p.errors import ExchangeTimeout
+from transports.p2p.errors import CarrierClosed, ExchangeTimeout
 
 T = TypeVar("T")
 
 
-def within(deadline: float, call: Callable[[], T], discard: Callable[[T], None], what: str) -> T:
-    """The result of `call`, or what it raises; ExchangeTimeout saying `what` if it takes until after `deadline`."""
+LOOK_S = 0.02
+"""How often somebody who may be told to stop looks whether he was."""
+
+
+def within(
+    deadline: float,
+    call: Callable[[], T],
+    discard: Callable[[T], None],
+    what: str,
+    stopped: threading.Event | None = None,
+) -> T:
+    """The result of `call`, or what it raises; ExchangeTimeout saying `what` if it takes until after `deadline`, or
+    CarrierClosed as soon as `stopped` is set."""
     lock = threading.Lock()
     done = threading.Event()
     results: list[T] = []
@@ -38,11 +49,15 @@ def within(deadline: float, call: Callable[[], T], discard: Callable[[T], None],
         done.set()
 
     threading.Thread(target=run, name="p2p-bounded", daemon=True).start()
-    done.wait(max(0.0, deadline - time.monotonic()))
+    while (left_s := deadline - time.monotonic()) > 0 and not (stopped is not None and stopped.is_set()):
+        if done.wait(left_s if stopped is None else min(left_s, LOOK_S)):
+            break
     with lock:
         given_up = True
     if results:
         return results[0]
     if errors:
         raise errors[0]
+    if stopped is not None and stopped.is_set():
+        raise CarrierClosed("the group was left while its members were being connected.")
     raise ExchangeTimeout(what)

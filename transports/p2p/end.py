@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from engine.errors import InvalidInput, StateConflict
 from engine.plan.planning import Plan
 from transports.p2p.base import Carrier
+from transports.p2p.bounded import within
 from transports.p2p.planning import plan_of, read_roster
 from transports.p2p.process_group import connect
 from transports.p2p.rounds import agree
@@ -80,13 +81,35 @@ def _device(place: Place) -> torch.device | None:
     return torch.device("cuda", index)
 
 
+def _connected(place: Place, plan: Plan, device: torch.device | None, deadline: float) -> Carrier:
+    """A carrier whose members all have this plan."""
+    carrier = connect(
+        host_port(place.address),
+        place.group,
+        place.rank,
+        place.size,
+        kind=place.carrier,
+        bind_host=place.bind_host,
+        timeout_s=max(0.1, deadline - time.monotonic()),
+        device=device,
+        peers=peers_of(plan, place.rank),
+    )
+    try:
+        agree(carrier, plan, max(0.1, deadline - time.monotonic()))
+    except BaseException:
+        carrier.close()
+        raise
+    return carrier
+
+
 class GroupEnd:
     """`leave` may be called from any thread and ends what another one is doing here; the rest from one at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._seated: Seated | None = None
-        self._left = 0
+        self._stopped = threading.Event()
+        """Set when what is going on now is given up."""
 
     def connect(self, place: Place) -> Plan:
         """Connect to all members, compute the plan, and agree on it with all of them.
@@ -96,27 +119,20 @@ class GroupEnd:
         """
         self.leave()
         with self._lock:
-            before = self._left
+            stopped = self._stopped
         deadline = time.monotonic() + place.timeout_s
         plan = plan_of(read_roster(place.roster, place.roster_sha256))
-        carrier = connect(
-            host_port(place.address),
-            place.group,
-            place.rank,
-            place.size,
-            kind=place.carrier,
-            bind_host=place.bind_host,
-            timeout_s=max(0.1, deadline - time.monotonic()),
-            device=_device(place),
-            peers=peers_of(plan, place.rank),
+        device = _device(place)
+        # In a thread of its own, so that `leave` need not wait for as long as members may be missing.
+        carrier = within(
+            deadline,
+            lambda: _connected(place, plan, device, deadline),
+            lambda late: late.close(),
+            "the members could not be connected in time.",
+            stopped,
         )
-        try:
-            agree(carrier, plan, max(0.1, deadline - time.monotonic()))
-        except BaseException:
-            carrier.close()
-            raise
         with self._lock:
-            if self._left == before:
+            if not stopped.is_set():
                 self._seated = Seated(place, carrier, plan)
                 return plan
         carrier.close()
@@ -133,7 +149,8 @@ class GroupEnd:
     def leave(self) -> None:
         """Close what is open. Idempotent."""
         with self._lock:
-            self._left += 1
+            self._stopped.set()
+            self._stopped = threading.Event()
             seated, self._seated = self._seated, None
         if seated is not None:
             seated.carrier.close()
