@@ -219,6 +219,10 @@ class Job:
             while not all(r.ready and r.version == version for r in receivers):
                 assert time.monotonic() < until_s, self.control.receivers()
                 time.sleep(0.01)
+        # The daemon notes it down a moment after the ranks are there.
+        while any(i.installed != version for i in self.control.receivers() if i.run == self.run):
+            assert time.monotonic() < until_s, self.control.receivers()
+            time.sleep(0.01)
         assert not self.differing()
 
     def differing(self) -> list[tuple[str, int, str]]:
