@@ -25,9 +25,18 @@ ONE_BY_ONE = (
     "tests/e2e/test_life.py",
     "tests/app/test_publisher_faults.py",
     "tests/app/test_subscriber_faults.py",
+    "tests/p2p/test_faults.py",
 )
 # What takes longest starts first, so that both processes end at about the same time.
-FIRST = (*TOGETHER, "tests/faults/", "tests/model/", "tests/app/test_publisher_faults.py", "tests/e2e/")
+FIRST = (
+    *TOGETHER,
+    "tests/faults/",
+    "tests/p2p/",
+    "tests/transports/p2p/",
+    "tests/model/",
+    "tests/app/test_publisher_faults.py",
+    "tests/e2e/",
+)
 
 
 def group(nodeid: str) -> str:
