@@ -146,7 +146,8 @@ class Meeting:
                 self._exchange[member] = report
                 self._members.pop(member, None)  # it joins again when it can
                 lost = g.members[report.lost] if report.lost is not None and report.lost < len(g.members) else member
-                self._fail(g, member, f"{member}: {report.why}", because_of=[lost])
+                who = member if lost == member else f"{member} lost {lost}"
+                self._fail(g, member, f"{who}: {report.why}", because_of=[lost])
         elif report.what == "hosting":
             if member != g.members[0] or not report.address:
                 raise InvalidInput("only the group's first member hosts its store, and says where.")

@@ -183,6 +183,7 @@ def test_a_receiver_that_keeps_failing_does_not_keep_the_others_from_their_group
         assert group.members[1:] == ["receiver:bad:1:0", "receiver:good:1:0"]
         # Each side tells on it, and it does so itself: that is one failure.
         room.meeting.report(group.id, "receiver:good:1:0", Report(what="failed", why="late", lost=1))
+        assert room.meeting.view().trouble == "receiver:good:1:0 lost receiver:bad:1:0: late"
         with pytest.raises(StateConflict, match="over"):
             room.meeting.report(group.id, bad, Report(what="failed", why="no way"))
         start = room.now_s
