@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, cast
 
@@ -140,15 +141,16 @@ class Member:
         return {}
 
 
-class Side:
+class Side(ABC):
     """One case from one member's place."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
         self.pinned: PinnedVersion | None = None
 
+    @abstractmethod
     def run(self, way: Method, group: Group) -> Any:
-        raise NotImplementedError
+        """This member's part in one transfer."""
 
     def check(self, *, dense: bool) -> None:
         """Only receivers have something to compare."""
