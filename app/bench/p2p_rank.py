@@ -152,8 +152,9 @@ class Side(ABC):
     def run(self, way: Method, group: Group) -> Any:
         """This member's part in one transfer."""
 
+    @abstractmethod
     def check(self, *, dense: bool) -> None:
-        """Only receivers have something to compare."""
+        """ProofError unless what has arrived here is right."""
 
 
 class SendingSide(Side):
@@ -169,6 +170,9 @@ class SendingSide(Side):
             levels[s.slice] = (a.size, Level(ranks, a[ranks], b[ranks], np.zeros(tile_count(a.size), np.bool_)))
         self._sender = Sender(case, number, shard, [(n, level.ranks, level.cur) for n, (_, level) in levels.items()])
         self.pinned = _pinned(number, levels)
+
+    def check(self, *, dense: bool) -> None:
+        """Nothing arrives at a sender."""
 
     def run(self, way: Method, group: Group) -> Any:
         return way.send(group, self._sender)
