@@ -66,6 +66,8 @@ class PinnedVersion:
             positions, lanes = select_entries(part, level.ranks)
             local.append(lanes.astype(operation.index_dtype))
             bits.append(level.cur[positions])
+        if len(local) == 1:
+            return local[0], bits[0]
         return np.concatenate(local), np.concatenate(bits)
 
     def tiles(self, operation: Operation) -> I64:

@@ -7,12 +7,14 @@ in the same order.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.layout.blocks import Layout
+from engine.plan.routes import Route
 
 I64 = npt.NDArray[np.int64]
 U16 = npt.NDArray[np.uint16]
@@ -37,12 +39,17 @@ class ReceiverTensor:
     layout: Layout
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Part:
     """A slice's share of an operation: `layout` maps rank (lane of the slice) to lane of the receiver's tensor."""
 
     slice: int
     layout: Layout
+
+    @cached_property
+    def route(self) -> Route:
+        """The layout, ready to be followed; made when it is asked for first, as a member needs few of a plan's."""
+        return Route(self.layout)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.layout.blocks import TILE_LANES, Layout
-from engine.layout.mapping import map_partial, src_side
+from engine.layout.blocks import TILE_LANES
 from engine.plan.operations import I64, U16, Counts, Delivery, Operation, Part
 
 
@@ -33,47 +32,14 @@ class DenseTile(NamedTuple):
     bits: U16
 
 
-def _single_run(layout: Layout) -> tuple[int, int, int] | None:
-    """(first rank, after the last, local − rank) if the layout is one run on both sides, else None."""
-    if len(layout.blocks) != 1:
-        return None
-    b = layout.blocks[0].normalised()
-    if len(b.shape) != 1 or b.src_strides[0] != 1 or b.dst_strides[0] != 1:
-        return None
-    return b.src_offset, b.src_offset + b.shape[0], b.dst_offset - b.src_offset
-
-
-def select_entries(part: Part, ranks: I64) -> tuple[I64, I64]:
-    """(positions in `ranks`, local lanes) of the ranks that the receiver has; `ranks` I64 rising."""
-    run = _single_run(part.layout)
-    if run is not None:
-        first, stop, shift = run
-        lo, hi = np.searchsorted(ranks, [first, stop]).tolist()
-        return np.arange(lo, hi, dtype=np.int64), ranks[lo:hi] + shift
-    local = map_partial(part.layout, ranks)
-    positions = np.flatnonzero(local >= 0)
-    return positions, local[positions]
-
-
-def entry_count(part: Part, ranks: I64) -> int:
-    """How many of the rising `ranks` the receiver has."""
-    run = _single_run(part.layout)
-    if run is None:
-        return select_entries(part, ranks)[0].size
-    lo, hi = np.searchsorted(ranks, run[:2]).tolist()
-    return int(hi - lo)
+def select_entries(part: Part, ranks: I64) -> tuple[I64 | slice, I64]:
+    """(positions in `ranks`, local lanes) of the ranks that the receiver has; `ranks` I64 strictly rising."""
+    return part.route.select(ranks)
 
 
 def dense_counts(part: Part, tiles: I64) -> I64:
     """Lanes of each tile that the receiver has, I64 of the length of `tiles`."""
-    sides = [src_side(b) for b in part.layout.blocks]
-    return np.array(
-        [
-            sum(s.count_below((t + 1) * TILE_LANES) - s.count_below(t * TILE_LANES) for s in sides)
-            for t in tiles.tolist()
-        ],
-        np.int64,
-    )
+    return part.route.reached(tiles)
 
 
 def dense_tiles(part: Part, tiles: I64) -> I64:
@@ -101,7 +67,7 @@ def count(operation: Operation, changes: Mapping[int, SliceChanges]) -> Counts:
         change = changes.get(part.slice)
         if change is None:
             continue
-        entries += entry_count(part, change.ranks)
+        entries += part.route.count(change.ranks)
         if change.tiles.size:
             reached = dense_counts(part, change.tiles)
             tiles += int(np.count_nonzero(reached))

@@ -29,6 +29,7 @@ __all__ = ["Outgoing", "PairReport", "PlanView", "VersionHead", "agree", "receiv
 
 AHEAD = 2
 """Messages of a pair that are posted at once. A sender holds these and the one it fills."""
+_ZEROS = np.zeros(wire.ALIGNMENT, np.uint8)
 AGREEMENT = struct.Struct("<I32s")
 
 
@@ -345,7 +346,8 @@ class _SendingPair:
 
     @staticmethod
     def _pad(cutter: _Cutter, nbytes: int) -> None:
-        cutter.write(np.zeros(wire.padded(nbytes) - nbytes, np.uint8))
+        if missing := wire.padded(nbytes) - nbytes:
+            cutter.write(_ZEROS[:missing])
 
 
 def _check_bucket(bucket_bytes: int) -> None:
