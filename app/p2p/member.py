@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from app.p2p.messages import Carrier, Join, VersionHead
+from clients.groups import GroupPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,21 @@ class Seat:
     address: str
     roster: Path
     roster_sha256: str
+
+    def place(self, *, bind_host: str, timeout_s: float) -> GroupPlace:
+        """What the process that takes the seat is told. `timeout_s`: until all have connected."""
+        return GroupPlace(
+            group=self.group,
+            address=self.address,
+            rank=self.rank,
+            size=self.size,
+            side=self.side,
+            carrier=self.carrier,
+            bind_host=bind_host,
+            roster=str(self.roster),
+            roster_sha256=self.roster_sha256,
+            timeout_s=timeout_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +61,7 @@ class Member(ABC):
         """What the coordinator must know of it. `daemon`: who speaks for it."""
 
     @abstractmethod
-    async def host(self) -> str:
+    async def host(self, group: str) -> str:
         """Keep the group's store in the rank's process; its address as HOST:PORT."""
 
     @abstractmethod
@@ -57,8 +73,8 @@ class Member(ABC):
         """Send or receive one version."""
 
     @abstractmethod
-    async def leave(self) -> None:
-        """Give up the group, and whatever is going on in it. Never raises."""
+    async def leave(self, group: str) -> None:
+        """Give up this group, and whatever is going on in it; of another one nothing. Never raises."""
 
     async def gone(self) -> None:
         """Return when the rank's process has ended, where that shows; by default never."""

@@ -9,13 +9,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
+from clients.groups import GroupId
 from clients.protocol import Model
 from engine.records.models import Count, LaunchId, Sha256, TensorMeta
 from transports.p2p.roster import RosterSlice, RosterTensor
 
 MemberId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9:._-]{0,255}$")]
 DaemonId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9:._-]{0,255}$")]
-GroupId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 Carrier = Literal["gloo", "nccl"]
 
 

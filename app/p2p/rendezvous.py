@@ -249,7 +249,7 @@ class Rendezvous:
         try:
             await asyncio.wait([life, over], return_when=asyncio.FIRST_COMPLETED)
             if not life.done():
-                await member.leave()  # ends what is going on, so that the next group need not wait for it
+                await member.leave(group.id)  # ends what is going on, so that the next group need not wait for it
                 await asyncio.wait([life])
             error = life.exception()
             if error is not None:
@@ -267,7 +267,7 @@ class Rendezvous:
             for task in (life, over):
                 task.cancel()
             await asyncio.gather(life, over, return_exceptions=True)
-            await member.leave()
+            await member.leave(group.id)
 
     async def _over(self, group: str) -> None:
         """Return when the group has ended."""
@@ -281,7 +281,7 @@ class Rendezvous:
     async def _take_part(self, member: Member, name: str, group: GroupView) -> None:
         rank = group.members.index(name)
         if rank == 0:
-            address = await member.host()
+            address = await member.host(group.id)
             await self._report(name, group.id, Report(what="hosting", address=address))
         else:
             address = await self.until(lambda: self._group(group.id).address or None)

@@ -76,24 +76,14 @@ class TrainerMember(Member):
             device=known.device,
         )
 
-    async def host(self) -> str:
-        return (await self._ask(p.P2PHost(host=self._node.settings.p2p_address), p.P2PHosted)).address
+    async def host(self, group: str) -> str:
+        request = p.P2PHost(group=group, host=self._node.settings.p2p_address)
+        return (await self._ask(request, p.P2PHosted)).address
 
     async def connect(self, seat: Seat) -> str:
         settings = self._node.settings
-        request = p.P2PConnect(
-            group=seat.group,
-            address=seat.address,
-            rank=seat.rank,
-            size=seat.size,
-            side=seat.side,
-            carrier=seat.carrier,
-            bind_host=settings.p2p_address,
-            roster=str(seat.roster),
-            roster_sha256=seat.roster_sha256,
-            timeout_s=settings.p2p_timeout_s,
-        )
-        return (await self._ask(request, p.P2PConnected)).plan
+        place = seat.place(bind_host=settings.p2p_address, timeout_s=settings.p2p_timeout_s)
+        return (await self._ask(p.P2PConnect(**place.model_dump()), p.P2PConnected)).plan
 
     async def exchange(self, seat: Seat, head: VersionHead) -> Moved:
         settings = self._node.settings
@@ -108,10 +98,10 @@ class TrainerMember(Member):
         self._node.metrics.stage_seconds.labels("p2p-send").observe(sent.ms / 1e3)
         return Moved(sent.entries, sent.bytes, sent.ms, sent.pairs)
 
-    async def leave(self) -> None:
+    async def leave(self, group: str) -> None:
         with contextlib.suppress(DteError):
             if self._link.pid is not None:
-                await self._ask(p.P2PLeave(), p.Done)
+                await self._ask(p.P2PLeave(group=group), p.Done)
 
     async def gone(self) -> None:
         await (await self._link.ready()).wait_ended()

@@ -81,25 +81,13 @@ class ReceiverMember(Member):
             device=d.device,
         )
 
-    async def host(self) -> str:
+    async def host(self, group: str) -> str:
         raise AssertionError("a group's first member is a trainer rank")
 
     async def connect(self, seat: Seat) -> str:
         s = self._lane.node.settings
-        body = Connect(
-            owner=self._lane.owner,
-            fence=self._lane.fence,
-            group=seat.group,
-            address=seat.address,
-            rank=seat.rank,
-            size=seat.size,
-            side=seat.side,
-            carrier=seat.carrier,
-            bind_host=s.p2p_address,
-            roster=str(seat.roster),
-            roster_sha256=seat.roster_sha256,
-            timeout_s=s.p2p_timeout_s,
-        )
+        place = seat.place(bind_host=s.p2p_address, timeout_s=s.p2p_timeout_s)
+        body = Connect(owner=self._lane.owner, fence=self._lane.fence, **place.model_dump())
         return (await self._ask("connect", body, Connected)).plan
 
     async def exchange(self, seat: Seat, head: VersionHead) -> Moved:
@@ -122,7 +110,7 @@ class ReceiverMember(Member):
         self._lane.node.metrics.stage_seconds.labels("p2p-receive").observe(got.ms / 1e3)
         return Moved(got.entries, got.bytes, got.ms)
 
-    async def leave(self) -> None:
+    async def leave(self, group: str) -> None:
         link, self._link = self._link, None
         if link is not None:
             await link.aclose()
@@ -130,9 +118,8 @@ class ReceiverMember(Member):
             # On a connection of its own: what it ends may occupy the other one.
             other = await ReceiverClient.connect(self._socket)
             try:
-                await other.call(
-                    "leave", Leave(owner=self._lane.owner, fence=self._lane.fence), Empty, timeout_s=PROMPT_S
-                )
+                body = Leave(owner=self._lane.owner, fence=self._lane.fence, group=group)
+                await other.call("leave", body, Empty, timeout_s=PROMPT_S)
             finally:
                 await other.aclose()
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from clients.groups import GroupId, GroupPlace
 from clients.protocol import Model, RankRegistration, SliceSpec, SyncRequest
 from engine.errors import CodecError, DteError, InvalidInput, LayoutError, StateConflict, UnsupportedOptimizer
 from engine.records.models import (
@@ -251,6 +252,7 @@ class P2PHost(Model):
     """Keep a group's store at this address of this node."""
 
     op: Literal["p2p_host"] = "p2p_host"
+    group: GroupId
     host: str
 
 
@@ -260,21 +262,10 @@ class P2PHosted(Model):
     address: str
 
 
-class P2PConnect(Model):
-    """Connect to a group's other members, compute its plan from the roster, and agree on it. `side`: this rank's number
-    among the senders."""
+class P2PConnect(GroupPlace):
+    """Connect to a group's other members, compute its plan from the roster, and agree on it."""
 
     op: Literal["p2p_connect"] = "p2p_connect"
-    group: str
-    address: str
-    rank: Count
-    size: Annotated[int, Field(ge=1)]
-    side: Count
-    carrier: Literal["gloo", "nccl"]
-    bind_host: str
-    roster: str
-    roster_sha256: Sha256
-    timeout_s: Annotated[float, Field(gt=0)]
 
 
 class P2PConnected(Model):
@@ -286,7 +277,7 @@ class P2PSend(Model):
     """Send the pinned version to every receiver of the group."""
 
     op: Literal["p2p_send"] = "p2p_send"
-    group: str
+    group: GroupId
     version: Count
     bucket_bytes: Annotated[int, Field(ge=1)]
     timeout_s: Annotated[float, Field(gt=0)]
@@ -302,9 +293,10 @@ class P2PSent(Model):
 
 
 class P2PLeave(Model):
-    """Give up the group; what is going on in it ends with an error."""
+    """Give up this group, if the rank is in it, or is entering it; what is going on in it ends with an error."""
 
     op: Literal["p2p_leave"] = "p2p_leave"
+    group: GroupId
 
 
 class Done(Model):

@@ -94,7 +94,8 @@ class GroupSender:
         self._shapes = shapes
         self._device = device_of(shapes)
         self._end = GroupEnd()
-        self._store: Any = None
+        self._stores: dict[str, Any] = {}
+        """By group: the one it hosts, if any."""
         self._pinned: PinnedVersion | None = None
 
     def slices(self) -> p.P2PSlicesDone:
@@ -111,13 +112,14 @@ class GroupSender:
         return p.P2PPinned(epoch=head.epoch, version=head.version, base=head.base, step=head.step, bytes=pinned.nbytes)
 
     def host(self, request: p.P2PHost) -> p.P2PHosted:
-        """Keep the group's store, which lives as long as what is returned for it."""
+        """Keep the group's store until it is left, or another one's is wanted."""
         try:
-            self._store, port = host_store(request.host)
+            store, port = host_store(request.host)
         except OSError as error:
             raise InvalidInput(
                 f"{request.host!r} is no address of this node: {error}.", remedy="Set DTE_P2P_HOST to one that is."
             ) from None
+        self._stores = {request.group: store}
         host = f"[{request.host}]" if ":" in request.host else request.host
         return p.P2PHosted(address=f"{host}:{port}")
 
@@ -149,10 +151,10 @@ class GroupSender:
             pairs={r.receiver: r.bytes for r in sent},
         )
 
-    def leave(self, request: p.P2PLeave | None = None) -> p.Done:
-        """Give up the group; what another thread is doing in it ends with an error."""
-        self._end.leave()
-        self._store = None
+    def leave(self, request: p.P2PLeave) -> p.Done:
+        """Give up the group if it is this one; what another thread is doing in it ends with an error."""
+        self._end.leave(request.group)
+        self._stores.pop(request.group, None)
         return p.Done()
 
 

@@ -125,5 +125,5 @@ class GroupReceiver:
         with self._lock:
             end = self._end
         if end is not None:
-            end.leave()
+            end.leave(None if body is None else body.group)
         return Empty()

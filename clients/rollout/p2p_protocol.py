@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
-from pydantic import Field, StringConstraints
+from pydantic import Field
 
+from clients.groups import GroupId, GroupPlace
 from clients.protocol import Model
-from clients.rollout.protocol import AbsolutePath, GroupId, OwnerId
+from clients.rollout.protocol import OwnerId
 from engine.records.models import Count, Sha256
 
 
@@ -18,19 +19,8 @@ class Delegate(Model):
     fence: Count
 
 
-class Connect(Delegate):
-    """Enter a P2P group as rank `rank` of `size`, receiver `side` of its plan, which follows from the file `roster`."""
-
-    group: GroupId
-    address: Annotated[str, StringConstraints(max_length=512)]
-    rank: Count
-    size: Annotated[int, Field(ge=2)]
-    side: Count
-    carrier: Literal["gloo", "nccl"]
-    bind_host: Annotated[str, StringConstraints(max_length=255)]
-    roster: AbsolutePath
-    roster_sha256: Sha256
-    timeout_s: Annotated[float, Field(gt=0, le=86400)]
+class Connect(Delegate, GroupPlace):
+    """Enter a P2P group; the one before is left."""
 
 
 class Connected(Model):
@@ -60,4 +50,7 @@ class Received(Model):
 
 
 class Leave(Delegate):
-    """Leave the P2P group; what is going on in it ends with an error. What was received stays."""
+    """Leave the P2P group, if this rank is in it, or is entering it; without `group` whichever it is. What is going on
+    in it ends with an error. What was received stays."""
+
+    group: GroupId | None = None

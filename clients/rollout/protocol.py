@@ -16,6 +16,7 @@ from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import Field, StringConstraints, ValidationError
 
+from clients.groups import AbsolutePath, GroupId
 from clients.protocol import Model
 from engine.errors import CodecError, DteError
 from engine.records.models import BlockJson, Count, Digest, DType, RunId, Sha256, TensorDigest, TensorMeta, TensorName
@@ -25,8 +26,6 @@ MAX_FRAME_BYTES = 64 << 20
 HEADER_BYTES = 4
 
 OwnerId = Annotated[str, StringConstraints(min_length=1, max_length=200)]
-AbsolutePath = Annotated[str, StringConstraints(pattern=r"^/", max_length=4096)]
-GroupId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 WaitS = Annotated[float, Field(ge=0, le=86400)]
 
 M = TypeVar("M", bound=Model)

@@ -1,9 +1,8 @@
-"""Ranks are slow to start (importing Megatron-Core takes longer than training a few steps): sessions of ranks live as
-long as the folder's tests, and so does one pair of daemons."""
+"""Importing Megatron-Core takes longer than training a few steps: what has imported it lives as long as the folder's
+tests, and forks the ranks of each."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from tests.megatron.follower import Follower
 from tests.support.daemon_process import Daemon
-from tests.support.megatron.launch import Rig
+from tests.support.megatron.launch import Host, Rig
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,24 +22,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="package")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    """`rig.run(world, job, "module:function", **args)` gives what the function returned in each rank."""
-    made = Rig(tmp_path_factory.mktemp("megatron"))
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    made = Host(tmp_path_factory.mktemp("megatron"))
     yield made
     made.close()
 
 
-@pytest.fixture(scope="package")
-def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+@pytest.fixture
+def rig(host: Host, tmp_path: Path) -> Iterator[Rig]:
+    """`rig.run(world, job, "module:function", **args)` gives what the function returned in each rank."""
+    made = Rig(tmp_path / "ranks", host)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def daemons(tmp_path: Path) -> Iterator[list[str]]:
     """URLs of two node daemons; the first one has the store, and the receivers."""
-    folder = tmp_path_factory.mktemp("daemons")
+    folder = tmp_path / "daemons"
     common = {"host": "127.0.0.1", "port": 0, "poll_interval_s": 0.02, "detect_threads": 1, "p2p": True}
     sparse = {"dense_fraction": 1.0}  # whatever can be, so that the proofs have something to prove
     made: list[Daemon] = []
     try:
         for number, roles in enumerate(("publisher,coordinator,store,subscriber", "publisher")):
             own = folder / str(number)
-            own.mkdir()
+            own.mkdir(parents=True)
             first = made[0].url if made else ""
             store = {} if number == 0 else {"store": f"{first}/store", "p2p_coordinator": first}
             made.append(Daemon(own, roles=roles, data_dir=str(own / "data"), **common, **sparse, **store))
@@ -50,12 +56,9 @@ def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
             daemon.end()
 
 
-_numbers = itertools.count()
-
-
 @pytest.fixture
 def follower(rig: Rig, daemons: list[str]) -> Iterator[Follower]:
-    """A run of its own, with whatever receives it."""
-    made = Follower(rig, daemons, f"megatron-{next(_numbers)}")
+    """A run, with whatever receives it."""
+    made = Follower(rig, daemons, "megatron")
     yield made
     made.close()

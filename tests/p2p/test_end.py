@@ -122,8 +122,9 @@ def test_a_gpu_that_is_not_there_is_named(tmp_path: Path) -> None:
         GroupEnd().connect(place(tmp_path / "r", record_bytes(roster()), carrier="nccl", device="01234567"))
 
 
-def test_leaving_ends_a_connect_that_waits_for_others(tmp_path: Path) -> None:
-    """However long it might have waited: the next group needs this rank now."""
+@pytest.mark.parametrize("named", [True, False])
+def test_leaving_ends_a_connect_that_waits_for_others(tmp_path: Path, named: bool) -> None:
+    """However long it might have waited: the next group needs this rank now. Leaving another group ends nothing."""
     end = GroupEnd()
     store, port = host_store("127.0.0.1")
     where = place(tmp_path / "r", record_bytes(roster()), address=f"127.0.0.1:{port}", timeout_s=3600.0)
@@ -131,7 +132,10 @@ def test_leaving_ends_a_connect_that_waits_for_others(tmp_path: Path) -> None:
         waiting = pool.submit(end.connect, where)
         while not store.check([f"{where.group}/gather/1/0"]):
             assert not waiting.done()
-        end.leave()
+        end.leave("f" * 16)  # late news of the group before
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=0.2)
+        end.leave(where.group if named else None)
         with pytest.raises(CarrierClosed):
             waiting.result(timeout=30)
     with pytest.raises(StateConflict, match="not in group"):

@@ -35,7 +35,7 @@ class Stub(Member):
         kind = SenderJoin if "launch" in self._join else ReceiverJoin
         return kind(daemon=daemon, **self._join)
 
-    async def host(self) -> str:
+    async def host(self, group: str) -> str:
         return "127.0.0.1:1"
 
     async def connect(self, seat: Seat) -> str:
@@ -49,7 +49,7 @@ class Stub(Member):
         self.versions.append(head.version)
         return Moved(1, 8, 0.1)
 
-    async def leave(self) -> None:
+    async def leave(self, group: str) -> None:
         self.left += 1
 
     def settled(self, group: str, version: int, problem: str) -> None:

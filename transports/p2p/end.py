@@ -107,6 +107,8 @@ class GroupEnd:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._group: str | None = None
+        """The group that was entered last, or is being entered; None after leaving it."""
         self._seated: Seated | None = None
         self._stopped = threading.Event()
         """Set when what is going on now is given up."""
@@ -119,7 +121,7 @@ class GroupEnd:
         """
         self.leave()
         with self._lock:
-            stopped = self._stopped
+            stopped, self._group = self._stopped, place.group
         deadline = time.monotonic() + place.timeout_s
         plan = plan_of(read_roster(place.roster, place.roster_sha256))
         device = _device(place)
@@ -146,11 +148,13 @@ class GroupEnd:
             raise StateConflict(f"this rank is not in group {group}.", remedy="The group is formed anew.")
         return seated
 
-    def leave(self) -> None:
-        """Close what is open. Idempotent."""
+    def leave(self, group: str | None = None) -> None:
+        """Close what is open of `group`, None for whichever it is. Idempotent."""
         with self._lock:
+            if group is not None and group != self._group:
+                return
             self._stopped.set()
             self._stopped = threading.Event()
-            seated, self._seated = self._seated, None
+            seated, self._seated, self._group = self._seated, None, None
         if seated is not None:
             seated.carrier.close()

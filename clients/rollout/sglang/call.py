@@ -13,8 +13,9 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
+from clients.groups import AbsolutePath
 from clients.protocol import Model
-from clients.rollout.protocol import AbsolutePath, ErrorBody, OwnerId, TargetBody
+from clients.rollout.protocol import ErrorBody, OwnerId, TargetBody
 from engine.errors import CodecError
 from engine.records.models import Count, RunId, TensorDigest
 

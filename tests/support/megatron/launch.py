@@ -1,6 +1,6 @@
 """Starts the ranks of a rig session, gives them tasks and collects what they answer.
 
-Ranks live on from task to task and are forked from one host, since importing Megatron-Core takes seconds. The one
+Ranks are forked from one host, since importing Megatron-Core takes seconds, and live on from task to task. The one
 invariant: whatever goes wrong (a rank fails or ends, a task takes too long), all ranks of the session are killed and
 the error shows the end of each log.
 """
@@ -295,11 +295,12 @@ def _tail(log: Path) -> str:
 
 
 class Rig:
-    """Sessions by world size, on one host, started when first asked for and started again after a failure."""
+    """Sessions by world size, started when first asked for and started again after a failure. Every group that a task
+    makes leaves threads behind in its ranks, which poll: a rig is one test's."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, host: Host) -> None:
         self._folder = folder
-        self._host: Host | None = None
+        self._host = host
         self._sessions: dict[int, Session] = {}
         self._started = 0
 
@@ -308,7 +309,6 @@ class Rig:
         session = self._sessions.get(world)
         if session is None or not session.alive:
             self._started += 1
-            self._host = self._host or Host(self._folder)
             folder = self._folder / f"session-{self._started}-world-{world}"
             session = self._sessions[world] = Session(world, folder, host=self._host)
         return session
@@ -318,8 +318,6 @@ class Rig:
         return self.session(world).run(job, scenario, timeout_s=timeout_s, **args)
 
     def close(self) -> None:
-        """End all sessions and their host."""
+        """End all sessions."""
         for session in self._sessions.values():
             session.close()
-        if self._host is not None:
-            self._host.close()
