@@ -34,6 +34,7 @@ from app.metrics import Metrics
 from app.p2p.hub import Hub
 from app.roles.base import Node, Role
 from app.settings import RoleName, Settings
+from app.worker.launching import Launcher, start_process
 from clients.protocol import Problem
 from engine.errors import DteError
 from engine.records import Decision
@@ -64,7 +65,7 @@ def package_version() -> str:
         return "0+unknown"
 
 
-def build_node(settings: Settings) -> Node:
+def build_node(settings: Settings, *, launch_worker: Launcher = start_process) -> Node:
     """The shared parts of a daemon. Opens nothing yet."""
     metrics = Metrics()
     events = EventBus(settings.event_history)
@@ -80,6 +81,7 @@ def build_node(settings: Settings) -> Node:
         metrics=metrics,
         degraded=Degraded(metrics),
         p2p=Hub(settings, events),
+        launch_worker=launch_worker,
     )
 
 
@@ -111,9 +113,9 @@ def build_roles(node: Node) -> list[Role]:
     return roles
 
 
-def create_app(settings: Settings) -> FastAPI:
+def create_app(settings: Settings, *, launch_worker: Launcher = start_process) -> FastAPI:
     """The daemon as an ASGI application; `app.state.node` and `app.state.roles` hold its parts."""
-    node = build_node(settings)
+    node = build_node(settings, launch_worker=launch_worker)
     roles = build_roles(node)
 
     app = FastAPI(
@@ -273,13 +275,15 @@ def configure_logging(level: str) -> None:
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
-def serve(settings: Settings, *, ready: Callable[[str], None] | None = None) -> None:
+def serve(
+    settings: Settings, *, ready: Callable[[str], None] | None = None, launch_worker: Launcher = start_process
+) -> None:
     """Run the daemon until SIGINT or SIGTERM. `ready` is called with the base URL once it listens.
 
     Raises StartError (or the role's own DteError) when it cannot start.
     """
     configure_logging(settings.log_level)
-    app = create_app(settings)
+    app = create_app(settings, launch_worker=launch_worker)
     config = uvicorn.Config(
         app,
         host=settings.host,

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from clients.errors import ApiError, DaemonUnavailable, error_for
 from clients.protocol import Problem
+from transports.tls import verification
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
@@ -150,7 +151,13 @@ def client_settings(base_url: str, token: str | None) -> dict[str, Any]:
     if token is not None:
         headers["Authorization"] = f"Bearer {token}"
     host = urlsplit(base_url).hostname or ""
-    return {"base_url": base_url.rstrip("/"), "headers": headers, "trust_env": host not in _LOOPBACK}
+    proxies = host not in _LOOPBACK
+    return {
+        "base_url": base_url.rstrip("/"),
+        "headers": headers,
+        "trust_env": proxies,
+        "verify": verification(base_url, proxies=proxies),
+    }
 
 
 class Sender:

@@ -15,6 +15,7 @@ from typing import TypeVar
 from app.degraded import Degraded
 from app.publisher.worker_handle import WorkerDied, WorkerHandle
 from app.worker import protocol as p
+from app.worker.launching import Launcher
 from app.worker.spool import RankSpool
 from clients.protocol import Model, RankRegistration
 
@@ -33,12 +34,14 @@ class WorkerLink:
         options: p.WorkerOptions,
         degraded: Degraded,
         on_open: Callable[[p.Opened, WorkerHandle], Awaitable[None]],
+        launch: Launcher,
     ) -> None:
         self._registration = registration
         self._spool = spool
         self._options = options
         self._degraded = degraded
         self._on_open = on_open
+        self._launch = launch
         self._handle: WorkerHandle | None = None
         self._lock = asyncio.Lock()
 
@@ -56,7 +59,7 @@ class WorkerLink:
                 self._degraded.count("worker-restarted", detail=str(self._spool.root))
                 await self._handle.stop()
             self._handle = None
-            handle = await WorkerHandle.start()
+            handle = WorkerHandle(await self._launch())
             try:
                 request = p.Open(registration=self._registration(), spool=str(self._spool.root), options=self._options)
                 await self._on_open(await handle.call(request, p.Opened), handle)

@@ -118,6 +118,7 @@ class RankState:
             ),
             node.degraded,
             self._on_open,
+            node.launch_worker,
         )
         for record in [] if known is None else known.jobs:
             self.records[record.job.id] = record

@@ -8,14 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
-import sys
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from app.worker import frames
 from app.worker import protocol as p
+from app.worker.launching import WorkerProcess
 from clients.protocol import Model
 from engine.errors import CodecError, DteError
 
@@ -30,24 +28,15 @@ class WorkerDied(DteError):
 
 
 class WorkerHandle:
-    """One running worker. `start` it, `call` it, `stop` it; after `WorkerDied` start another."""
+    """One running worker. `call` it, `stop` it; after `WorkerDied` start another."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: WorkerProcess) -> None:
         self._process = process
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._on_chunk: dict[int, Callable[[p.EncodedChunkFile], None]] = {}
         self._write_lock = asyncio.Lock()
         self._reader = asyncio.create_task(self._read_loop(), name=f"worker-{process.pid}")
-
-    @classmethod
-    async def start(cls) -> WorkerHandle:
-        """Start a worker process of this interpreter. Its log goes to the daemon's stderr."""
-        env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "app.worker", str(os.getpid()), stdin=PIPE, stdout=PIPE, env=env
-        )
-        return cls(process)
 
     @property
     def pid(self) -> int:

@@ -16,6 +16,7 @@ from app.events import EventBus
 from app.metrics import Metrics
 from app.p2p.hub import Hub
 from app.settings import Settings
+from app.worker.launching import Launcher, start_process
 from transports.store.base import ChunkStore
 
 
@@ -30,6 +31,7 @@ class Node:
     metrics: Metrics
     degraded: Degraded
     p2p: Hub
+    launch_worker: Launcher = start_process
 
 
 class Role(ABC):

@@ -15,6 +15,7 @@ import torch
 from engine.optimizers.arithmetic import f32, ieee_sqrt
 from engine.optimizers.base import Hyper, Interval, StepContext
 from engine.optimizers.bounds import StepBound, U, invert_step
+from engine.optimizers.real import AdamWOptions
 
 Implementation = Literal["single", "foreach", "fused"]
 
@@ -99,13 +100,12 @@ class TorchAdamCpu:
         decay = self._constants(ctx).decay
         return decay is None or decay >= 0
 
-    def real_optimizer(self, param: torch.nn.Parameter, hyper: Hyper) -> torch.optim.Optimizer:
-        """The optimizer this formula mirrors, over one parameter (for the self-test)."""
+    def real_options(self, hyper: Hyper, device: torch.device) -> AdamWOptions:
+        """How the optimizer this formula mirrors is made."""
         lr = torch.tensor(hyper.lr, dtype=torch.float32) if self.tensor_lr else hyper.lr
         # torch refuses foreach with a tensor lr on the CPU and falls back to the single-tensor code.
         foreach = self.implementation == "foreach" and not self.tensor_lr
-        return torch.optim.AdamW(
-            [param],
+        return AdamWOptions(
             lr=lr,
             betas=(hyper.beta1, hyper.beta2),
             eps=hyper.eps,

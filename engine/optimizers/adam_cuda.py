@@ -16,6 +16,7 @@ import torch
 from engine.optimizers.arithmetic import f32, fma, ieee_sqrt
 from engine.optimizers.base import Hyper, Interval, StepContext
 from engine.optimizers.bounds import MIN_STEP, StepBound, U, invert_step
+from engine.optimizers.real import AdamWOptions
 
 Implementation = Literal["single", "foreach", "fused", "capturable"]
 
@@ -140,12 +141,11 @@ class TorchAdamCuda:
         """The interval that provably contains θ_{t-1}, powf's error included."""
         return invert_step(self.step_bound(ctx), theta, m, v, ctx)
 
-    def real_optimizer(self, param: torch.nn.Parameter, hyper: Hyper) -> torch.optim.Optimizer:
-        """The optimizer this formula mirrors, over one parameter (for the self-test)."""
+    def real_options(self, hyper: Hyper, device: torch.device) -> AdamWOptions:
+        """How the optimizer this formula mirrors is made."""
         fused = self.implementation == "fused"
-        return torch.optim.AdamW(
-            [param],
-            lr=torch.tensor(hyper.lr, dtype=torch.float32, device=param.device) if hyper.lr_is_tensor else hyper.lr,
+        return AdamWOptions(
+            lr=torch.tensor(hyper.lr, dtype=torch.float32, device=device) if hyper.lr_is_tensor else hyper.lr,
             betas=(hyper.beta1, hyper.beta2),
             eps=hyper.eps,
             weight_decay=hyper.weight_decay,

@@ -13,6 +13,7 @@ import torch
 
 from engine.optimizers import registry
 from engine.optimizers.base import Formula, Hyper, StepContext
+from engine.optimizers.real import AdamWOptions, RealAdamW
 
 _CASES = (
     (Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1), 0),
@@ -43,8 +44,8 @@ class HasRealOptimizer(Protocol):
     def takes_tensor_lr(self) -> bool:
         """Whether one formula stands for lr as a number and as a FP32 tensor."""
 
-    def real_optimizer(self, param: torch.nn.Parameter, hyper: Hyper) -> torch.optim.Optimizer:
-        """The optimizer over one parameter."""
+    def real_options(self, hyper: Hyper, device: torch.device) -> AdamWOptions:
+        """How the optimizer is made, on this device."""
 
 
 def passes(formula: Formula, device: str = "cpu") -> SelfTestResult:
@@ -86,27 +87,18 @@ def _first_mismatch(formula: Formula, hyper: Hyper, earlier_steps: int, device: 
     """Empty when every step came out bitwise, else where it did not."""
     assert isinstance(formula, HasRealOptimizer)
     generator = torch.Generator().manual_seed(20240229)
-    param = torch.nn.Parameter((torch.randn(_NUMEL, generator=generator) * 0.02).to(device))
-    optimizer = formula.real_optimizer(param, hyper)
-    rounded = Hyper(
-        float(torch.tensor(hyper.lr)) if isinstance(optimizer.param_groups[0]["lr"], torch.Tensor) else hyper.lr,
-        hyper.beta1,
-        hyper.beta2,
-        hyper.eps,
-        hyper.weight_decay,
-        isinstance(optimizer.param_groups[0]["lr"], torch.Tensor),
-    )
-    for step in range(1, _STEPS + 1):
+    options = formula.real_options(hyper, device)
+    is_tensor = isinstance(options.lr, torch.Tensor)
+    rounded = replace(hyper, lr=float(torch.tensor(hyper.lr)) if is_tensor else hyper.lr, lr_is_tensor=is_tensor)
+    param = (torch.randn(_NUMEL, generator=generator) * 0.02).to(device)
+    # Late steps have other bias corrections; nothing else depends on the count.
+    optimizer = RealAdamW(param, options, earlier_steps=earlier_steps)
+    for _ in range(_STEPS):
         spread = 10.0 ** (torch.rand(_NUMEL, generator=generator) * 12 - 9)
-        param.grad = (torch.randn(_NUMEL, generator=generator) * spread).to(device)
-        before = param.detach().clone().cpu()
-        optimizer.step()
-        state = optimizer.state[param]
-        if step == 1 and earlier_steps:  # late steps have other bias corrections; nothing else depends on the count
-            state["step"].fill_(float(earlier_steps))
-            continue
-        ctx = StepContext(rounded, int(state["step"].item()))
-        m, v, after = state["exp_avg"].cpu(), state["exp_avg_sq"].cpu(), param.detach().cpu()
+        before = param.clone().cpu()
+        optimizer.step((torch.randn(_NUMEL, generator=generator) * spread).to(device))
+        ctx = StepContext(rounded, int(optimizer.step_count.item()))
+        m, v, after = optimizer.exp_avg.cpu(), optimizer.exp_avg_sq.cpu(), param.cpu()
         if not _same_bits(formula.forward(before, m, v, ctx), after):
             return f"step {ctx.step} of {hyper} is not bit-exact."
         for pick in (torch.randperm(_NUMEL, generator=generator)[:777], torch.arange(5, 6), torch.arange(3, 16)):

@@ -20,6 +20,7 @@ from app.worker import frames
 from app.worker import protocol as p
 from app.worker.encoder import plan
 from app.worker.lanes import LanesReader, LanesWriter
+from app.worker.launching import start_process
 from app.worker.spool import RankSpool, write_atomic
 from engine.detect.base import TILE, tile_count
 from engine.errors import CodecError, StateConflict
@@ -41,7 +42,7 @@ def test_frames_go_round_and_are_bounded() -> None:
 
 @pytest.mark.anyio
 async def test_a_worker_answers_errors_and_its_death_ends_every_call() -> None:
-    worker = await WorkerHandle.start()
+    worker = WorkerHandle(await start_process())
     try:
         with pytest.raises(StateConflict, match="open"):
             await worker.call(p.Settle(version=1, committed=True), p.Done)
@@ -57,7 +58,7 @@ async def test_a_worker_answers_errors_and_its_death_ends_every_call() -> None:
 
 @pytest.mark.anyio
 async def test_a_worker_ends_with_its_input_and_without_its_parent() -> None:
-    worker = await WorkerHandle.start()
+    worker = WorkerHandle(await start_process())
     with pytest.raises(StateConflict, match="open"):
         await worker.call(p.Release(hold=1), p.Done)
     await worker.stop()

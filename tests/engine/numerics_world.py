@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -115,7 +116,7 @@ def _real_steps(
     formula: HasRealOptimizer, hyper: Hyper, theta: torch.Tensor, grads: list[torch.Tensor], first_step: int
 ) -> Iterator[Step]:
     param = torch.nn.Parameter(theta.clone())
-    optimizer = formula.real_optimizer(param, hyper)
+    optimizer = torch.optim.AdamW([param], **dataclasses.asdict(formula.real_options(hyper, param.device)))
     param.grad = torch.zeros_like(param)
     optimizer.state[param] = {
         "step": torch.tensor(float(first_step - 1)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from fractions import Fraction
 
@@ -15,6 +16,7 @@ from engine.errors import InvalidInput, UnsupportedOptimizer
 from engine.optimizers import registry, selftest
 from engine.optimizers.arithmetic import f32, flush, fma, ieee_sqrt
 from engine.optimizers.base import Formula, Hyper, StepContext
+from engine.optimizers.real import RealAdamW
 from tests.engine.numerics_world import adversarial_grad, adversarial_theta, random_hyper, run_steps
 
 CPU = [n for n in registry.names() if n.startswith("torch-adamw/cpu/")]
@@ -97,6 +99,32 @@ def test_formulas_of_other_devices_are_never_called_exact_here(name: str) -> Non
     assert "not verifiable" in result.detail
 
 
+@pytest.mark.parametrize("name", CPU)
+@pytest.mark.parametrize("earlier", [0, 700])
+def test_the_self_test_takes_the_steps_that_the_optimizer_takes(name: str, earlier: int) -> None:
+    formula = registry.get(name)
+    assert isinstance(formula, selftest.HasRealOptimizer)
+    options = formula.real_options(Hyper(3e-4, 0.9, 0.95, 1e-8, 0.1), torch.device("cpu"))
+    torch.manual_seed(0)
+    param = torch.nn.Parameter(torch.randn(1001))
+    ours = RealAdamW(param.detach().clone(), options, earlier_steps=earlier)
+    optimizer = torch.optim.AdamW([param], **dataclasses.asdict(options))
+    for number in range(3):
+        param.grad = torch.randn(1001)
+        if number == 0:
+            optimizer.state[param] = {
+                "step": torch.tensor(float(earlier)),
+                "exp_avg": torch.zeros_like(param),
+                "exp_avg_sq": torch.zeros_like(param),
+            }
+        optimizer.step()
+        ours.step(param.grad)
+        state = optimizer.state[param]
+        assert int(ours.step_count) == int(state["step"]) == earlier + number + 1
+        pairs = [(ours.param, param.detach()), (ours.exp_avg, state["exp_avg"]), (ours.exp_avg_sq, state["exp_avg_sq"])]
+        assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs)
+
+
 @pytest.mark.parametrize("wrong", [n for n in CPU if "fused" not in n])
 def test_the_self_test_notices_a_wrong_mirror(wrong: str) -> None:
     """The fused kernel takes IEEE roots, the others the vector library's: their formulas are not interchangeable."""
@@ -109,7 +137,7 @@ def test_the_self_test_notices_a_wrong_mirror(wrong: str) -> None:
         takes_tensor_lr = False
         forward = staticmethod(registry.get(wrong).forward)
         invert = staticmethod(registry.get(wrong).invert)
-        real_optimizer = staticmethod(registry.get("torch-adamw/cpu/fused").real_optimizer)  # type: ignore[attr-defined]
+        real_options = staticmethod(registry.get("torch-adamw/cpu/fused").real_options)  # type: ignore[attr-defined]
 
     result = selftest.passes(Mixed())
     assert not result.ok

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from clients.control import ControlClient
+from tests.support.nursery import nursery
 from tests.support.processes import PATIENCE_S, PRELOADED, Child
 
 _PRELOADED = [
@@ -93,7 +94,7 @@ class Rig:
         for number in range(2):
             store = {"store": f"{self.urls[0]}/store"} if number else {}
             daemon = Child(
-                f"daemon{number}", "tests.support.daemon_process:serve", folder,
+                f"daemon{number}", "tests.support.daemon_process:serve", folder, workers=nursery(),
                 data_dir=str(folder / f"node{number}"), roles=roles[number], **settings, **store,
             )  # fmt: skip
             self.daemons.append(daemon)

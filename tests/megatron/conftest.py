@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="package")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    made = Host(tmp_path_factory.mktemp("megatron"))
+    made = Host(tmp_path_factory.mktemp("megatron"), ["tests.megatron.scenarios", "tests.megatron.steered"])
     yield made
     made.close()
 

@@ -11,6 +11,7 @@ from tests.megatron.follower import TIMEOUT_S, Follower
 from tests.support.megatron.job import Job
 from tests.support.megatron.launch import Rig, Session, Task
 from tests.support.nodes import Nodes
+from tests.support.nursery import nursery
 
 NEVER = frozenset({"proof-failed", "formula-mismatch", "write-outside-formula", "version-rejected", "inexact-replay"})
 """Degraded modes that no fault here explains: they would mean that lists or bits were wrong."""
@@ -22,7 +23,7 @@ class MegatronNodes(Nodes):
     world = 2
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, "run", poll_interval_s=0.05, dense_fraction=1.0)
+        super().__init__(folder, "run", workers=nursery(), poll_interval_s=0.05, dense_fraction=1.0)
         self.start_store()
         self.start_daemons(2)
         self.start_rollout()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from app.roles.base import Node
 from app.roles.publisher import PublisherRole
 from app.settings import Settings
 from clients.protocol import Cut, Job, JobState
+from tests.support.nursery import ForkedWorker, nursery
 from tests.support.replay import Bits, assert_same, replay
 from tests.support.trainer import ScriptedTrainer
 from transports.errors import StoreUnavailable
@@ -171,7 +173,7 @@ class FaultyStore(ChunkStore):
 
 def faulty_node(settings: Settings) -> tuple[Node, FaultyStore]:
     """A node whose store can be taken away."""
-    node = build_node(settings)
+    node = build_node(settings, launch_worker=partial(ForkedWorker.launch, nursery()))
     store = FaultyStore(node.store)
     watch = observer(node.events, node.metrics)
     chains = Chains(

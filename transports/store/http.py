@@ -25,6 +25,7 @@ from transports.store._files import Reader, acquire, hash_reader
 from transports.store._replies import Reply
 from transports.store.base import ChunkStore, ObjectInfo
 from transports.store.retry import Retrier, RetryPolicy, Surroundings
+from transports.tls import verification
 
 _SMALL_BYTES = 64 << 10
 _MAX_REPLY_BYTES = 8 << 20
@@ -83,6 +84,7 @@ class HttpStore(ChunkStore):
             http2=False,
             follow_redirects=False,
             trust_env=False,
+            verify=verification(self._base, proxies=False),
             transport=transport,
             timeout=httpx.Timeout(connect=10.0, read=30.0, write=30.0, pool=None),
             # The server keeps idle connections longer than this, so that a request rarely meets a closing one.

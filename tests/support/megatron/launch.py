@@ -73,7 +73,8 @@ def _store() -> TCPStore:
 class Host:
     """The process that imports Megatron-Core once and forks the ranks of sessions. Its log is in `folder`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, preload: Iterable[str] = ()) -> None:
+        """`preload`: modules that it imports too, once for all ranks."""
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / "host.log"
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -86,7 +87,7 @@ class Host:
         }
         with self.log.open("ab") as log, theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.megatron.worker", str(theirs.fileno())],
+                [sys.executable, "-m", "tests.support.megatron.worker", str(theirs.fileno()), *preload],
                 cwd=ROOT,
                 env=os.environ | settings,
                 stdin=subprocess.DEVNULL,

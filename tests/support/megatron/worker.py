@@ -1,4 +1,4 @@
-"""The rig's ranks: `python -m tests.support.megatron.worker FD` is their host, which `launch.Host` starts.
+"""The rig's ranks: `python -m tests.support.megatron.worker FD MODULE…` is their host, which `launch.Host` starts.
 
 The host imports Megatron-Core, which takes seconds, once, and forks the ranks of each session it is asked for. A rank
 reads one JSON line a task from its standard input and answers with JSON lines on its answer pipe; all that is printed
@@ -45,7 +45,7 @@ class Context:
         return json.loads(line)["said"]
 
 
-def serve(requests: socket.socket) -> None:
+def serve(requests: socket.socket, preload: list[str]) -> None:
     """Fork a session's ranks for each request, until the other end closes."""
     began = time.monotonic()
     from tests.support.megatron import shim
@@ -56,6 +56,8 @@ def serve(requests: socket.socket) -> None:
 
     import tests.support.megatron.train  # noqa: F401
 
+    for module in preload:
+        importlib.import_module(module)
     torch.set_num_threads(1)
     seconds = time.monotonic() - began
     gc.freeze()
@@ -151,4 +153,4 @@ def _run(task: dict[str, Any], answers: IO[str]) -> None:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
