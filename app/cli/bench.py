@@ -7,10 +7,18 @@ from typing import Annotated
 
 import typer
 
+from app.cli.stopping import terminate_as_exit
+
 bench = typer.Typer(
     help="Benchmarks on state recorded from the demo's RL run (recorded first if there is none yet).",
     no_args_is_help=True,
 )
+
+
+@bench.callback()
+def begin(context: typer.Context) -> None:
+    context.with_resource(terminate_as_exit())
+
 
 Record = Annotated[
     Path | None,

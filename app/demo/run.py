@@ -8,16 +8,14 @@ demo is gone when this returns.
 from __future__ import annotations
 
 import json
-import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
+from app.cli.stopping import terminate_as_exit
 from app.demo.table import DemoTable, Row
 
 if TYPE_CHECKING:
@@ -62,7 +60,7 @@ def run_demo(options: DemoOptions, load: Callable[[int], Policy] | None = None) 
     `load`: makes the policy from the seed; SmolLM2-135M if not given.
     """
     started = time.monotonic()
-    with _terminate_as_exit(), DemoTable(pauses=options.engine == "sglang") as table:
+    with terminate_as_exit(), DemoTable(pauses=options.engine == "sglang") as table:
         outcome = _run(options, table, load)
     return conclude(outcome, time.monotonic() - started, options)
 
@@ -370,17 +368,3 @@ class _Loop:
 def _hold_ms(timings: dict[str, float]) -> float:
     """How long the trainer's next step would have had to wait: from the post to the release."""
     return timings.get("hold", timings.get("read", 0.0))
-
-
-@contextmanager
-def _terminate_as_exit() -> Iterator[None]:
-    """Let SIGTERM unwind the stack as Ctrl-C does, so that everything is cleaned up."""
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + signum)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -232,7 +232,7 @@ class P2PSlicesDone(Model):
 
 
 class P2PPin(Model):
-    """Keep the version in flight for sending, in place of the one before."""
+    """Keep the version in flight for sending, and the one before it."""
 
     op: Literal["p2p_pin"] = "p2p_pin"
     version: Count

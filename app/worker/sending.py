@@ -26,6 +26,9 @@ from transports.p2p.end import GroupEnd, Place
 from transports.p2p.rendezvous import host_store
 from transports.p2p.rounds import VersionHead, send_version
 
+KEPT = 2
+"""Versions kept for sending at most."""
+
 
 class PinnedVersion:
     """A version in flight, kept for sending: its sparse lists, and its dense lanes in a file that stays readable after
@@ -96,7 +99,7 @@ class GroupSender:
         self._end = GroupEnd()
         self._stores: dict[str, Any] = {}
         """By group: the one it hosts, if any."""
-        self._pinned: PinnedVersion | None = None
+        self._pinned: dict[int, PinnedVersion] = {}
 
     def slices(self) -> p.P2PSlicesDone:
         """What this rank can send."""
@@ -106,9 +109,11 @@ class GroupSender:
         return p.P2PSlicesDone(slices=slices, device=self._device)
 
     def pin(self, ledger: Ledger, lanes_file: Path) -> p.P2PPinned:
-        """Keep the version in flight for sending, in place of the one before."""
-        self._pinned = pinned = PinnedVersion(ledger, self._shapes, lanes_file)
+        """Keep the version in flight for sending, and the one before, whose exchange may just begin."""
+        pinned = PinnedVersion(ledger, self._shapes, lanes_file)
         head = pinned.head
+        before = {v: p for v, p in self._pinned.items() if p.head.epoch == head.epoch and v < head.version}
+        self._pinned = dict(sorted(before.items())[1 - KEPT :]) | {head.version: pinned}
         return p.P2PPinned(epoch=head.epoch, version=head.version, base=head.base, step=head.step, bytes=pinned.nbytes)
 
     def host(self, request: p.P2PHost) -> p.P2PHosted:
@@ -131,8 +136,8 @@ class GroupSender:
 
     def send(self, request: p.P2PSend) -> p.P2PSent:
         """Send the pinned version to every receiver."""
-        seated, pinned = self._end.seated(request.group), self._pinned
-        if pinned is None or pinned.head.version != request.version:
+        seated, pinned = self._end.seated(request.group), self._pinned.get(request.version)
+        if pinned is None:
             raise StateConflict(f"version {request.version} is not kept for sending.")
         started = time.perf_counter()
         sent = send_version(
