@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import select
+import signal
 import struct
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -177,3 +180,31 @@ def test_the_plan_covers_every_changed_tile_once_and_in_order(
         if level.dense[t] or level.tile_counts()[t]
     ]
     assert seen == wanted
+
+
+def test_a_worker_that_computes_ends_with_its_daemon() -> None:
+    """It may not see the end of its input for as long as it computes: the kernel ends it."""
+    daemon = """
+import asyncio
+from app.publisher.worker_handle import WorkerHandle
+from app.worker import protocol as p
+from app.worker.launching import start_process
+from engine.errors import StateConflict
+
+async def main():
+    worker = WorkerHandle(await start_process())
+    try:
+        await worker.call(p.Release(hold=1), p.Done)
+    except StateConflict:
+        print(worker.pid, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", daemon], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        handle = os.pidfd_open(worker := int(process.stdout.readline()))
+        os.kill(worker, signal.SIGSTOP)
+        process.kill()
+        assert select.select([handle], [], [], 60)[0]
+    os.close(handle)

@@ -19,6 +19,7 @@ from clients.control import ControlClient
 from engine.records import AbortDecision, CommitDecision, Decision, EpochStartDecision
 from tests.faults.model import SHAPES
 from tests.support.nodes import Nodes
+from tests.support.nursery import nursery
 from tests.support.processes import PATIENCE_S, Child
 from tests.support.replay import replay
 from transports.store.local import LocalStore
@@ -32,7 +33,7 @@ class Cluster(Nodes):
     """Start what is wanted with `start_*`; `settle` trains on until a version is committed, `check` compares it all."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, RUN, chunk_bytes=64 << 10, anchor_every=10, dense_fraction=0.9)
+        super().__init__(folder, RUN, workers=nursery(), chunk_bytes=64 << 10, anchor_every=10, dense_fraction=0.9)
         self.trainers: list[Child] = []
         self.launches: list[tuple[str, int]] = []
         self.jobs: list[str] = []

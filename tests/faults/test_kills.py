@@ -74,7 +74,7 @@ def test_the_daemon_that_decides_dies(cluster: Cluster, after: bool) -> None:
 
 def test_a_trainer_daemon_dies_while_it_reads(cluster: Cluster) -> None:
     """The worker stands still in the middle of the read, so the trainer is held; the daemon's death lets it go."""
-    (worker,) = cluster.daemons[1].children()
+    (worker,) = cluster.daemons[1].workers()
     os.kill(worker, signal.SIGSTOP)
     version = cluster.publish_step()
     cluster.kill_daemon(1)
@@ -122,7 +122,7 @@ def _held_at(path: str) -> Callable[[Cluster], int]:
 
 
 def _reading(cluster: Cluster) -> int:
-    (worker,) = cluster.daemons[1].children()
+    (worker,) = cluster.daemons[1].workers()
     os.kill(worker, signal.SIGSTOP)
     version = cluster.publish_step()
     return version
@@ -131,7 +131,7 @@ def _reading(cluster: Cluster) -> int:
 @pytest.mark.parametrize("reach", [_reading, _held_at("/chunks/")], ids=["reading", "uploading"])
 def test_a_worker_dies(cluster: Cluster, reach: Callable[[Cluster], int]) -> None:
     version = reach(cluster)
-    (worker,) = cluster.daemons[1].children()
+    (worker,) = cluster.daemons[1].workers()
     os.kill(worker, signal.SIGKILL)
     cluster.clear_holds()
     cluster.until("the version is decided", lambda: cluster.decision(version))
@@ -216,7 +216,7 @@ def test_a_trainer_rank_dies(cluster: Cluster, moment: str) -> None:
     cluster.trainers[1].kill()
     cluster.end_trainers()
     if moment == "reading":
-        (worker,) = cluster.daemons[1].children()
+        (worker,) = cluster.daemons[1].workers()
         os.kill(worker, signal.SIGCONT)
     cluster.clear_holds()
     opened = cluster.launch(3, checkpoint=str(saved / str(newest)))

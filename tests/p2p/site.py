@@ -28,6 +28,7 @@ from clients.trainer import TorchSource
 from clients.trainer.source import SyncHandle
 from tests.p2p.process import Rank
 from tests.p2p.rig import Model, Ranks, Rect, TrainerRank, matrix_of, wait_for_cut
+from tests.support.nursery import nursery
 from tests.support.ports import free_port
 from tests.support.processes import Child
 from tests.support.store_proxy import StoreProxy
@@ -76,6 +77,7 @@ class Site:
             "poll_interval_s": 0.05,
             "detect_threads": 1,
             "dense_fraction": 1.0,
+            "workers": nursery(),
             **settings,
         }
         self.daemons: dict[str, Child] = {}
@@ -195,7 +197,7 @@ class Site:
 
     def workers(self) -> list[int]:
         """Process ids of the trainer ranks' workers, in rank order."""
-        return self.daemons["trainer"].children()
+        return self.daemons["trainer"].workers()
 
     # --- training ---------------------------------------------------------------------------------------------------
 

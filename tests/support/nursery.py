@@ -21,6 +21,7 @@ from functools import cache
 from pathlib import Path
 
 from app.worker.launching import WorkerProcess
+from tests.support.processes import WORKER_SAYS
 
 ROOT = Path(__file__).parents[2]
 MESSAGE_BYTES = 1 << 10
@@ -56,6 +57,7 @@ class ForkedWorker:
             asyncio.streams.FlowControlMixin, os.fdopen(our_out, "wb", 0)
         )
         connection.setblocking(False)
+        print(WORKER_SAYS, pid, file=sys.stderr, flush=True)
         return cls(connection, pid, reader, asyncio.StreamWriter(transport, protocol, None, loop))
 
     @property

@@ -5,10 +5,10 @@ One invariant: no process outlives the test process; each watches it (a stopped 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 PATIENCE_S = 180.0
+WORKER_SAYS = "worker process"
+"""What a daemon logs of a worker from the nursery, before its number."""
 PRELOADED = [
     "app.cli.inspecting",
     "app.cli.root",
@@ -127,11 +129,10 @@ class Child:
         """The end of what it printed."""
         return self.log.read_text()[-6000:] if self.log.exists() else ""
 
-    def children(self) -> list[int]:
-        """Its own child processes: a trainer daemon's workers."""
-        with contextlib.suppress(OSError):
-            return [int(x) for x in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
-        return []
+    def workers(self) -> list[int]:
+        """The workers that a daemon got from the nursery and that live, in the order of their start."""
+        said = re.findall(rf"^{WORKER_SAYS} (\d+)$", self.log.read_text(), re.MULTILINE) if self.log.exists() else []
+        return [int(pid) for pid in said if Path(f"/proc/{pid}").exists()]
 
     @property
     def alive(self) -> bool:
