@@ -268,12 +268,15 @@ class ReceiverState(StrEnum):
     FAILED = "failed"
 
 
+ReceiverName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+
+
 class ReceiverRegistration(Model):
     """`POST /receivers`. Kind `torch`: Unix sockets of the receiver's rank processes on this node. `transport`: `store`
     takes every version from the store, `p2p` waits for what its ranks are sent directly and takes from the store what
     they miss, `auto` does not wait."""
 
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+    name: ReceiverName
     kind: Literal["torch", "sglang"] = "torch"
     run: RunId
     sockets: list[str] = Field(default_factory=list)

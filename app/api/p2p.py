@@ -56,6 +56,7 @@ def p2p_router(meetings: Meetings) -> APIRouter:
         until_s = loop.time() + wait
         while (found := meeting.view()).tag == tag and not meetings.closed and (left_s := until_s - loop.time()) > 0:
             await meeting.wait(tag, min(left_s, POLL_END_S))
+            meeting.seen(daemon)
         return found
 
     @router.get(

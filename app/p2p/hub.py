@@ -47,7 +47,8 @@ class Hub:
             url,
             token=None if secret is None else secret.get_secret_value(),
             daemon=self._daemon,
-            directory=settings.data_dir / "p2p" / run,
+            # No two daemons with one role use a data directory at once.
+            directory=settings.data_dir / "p2p" / "-".join(settings.ordered_roles) / run,
             transport=transport,
         )
 

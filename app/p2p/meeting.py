@@ -12,9 +12,20 @@ import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
 
-from app.p2p.messages import Carrier, GroupView, Join, Offer, ReceiverJoin, Report, SenderJoin, VersionHead, View
+from app.p2p.choosing import CarrierChoice, carrier_for, choose, largest_share, roster_of
+from app.p2p.messages import (
+    Carrier,
+    GroupView,
+    Join,
+    Offer,
+    ReceiverJoin,
+    Report,
+    SenderJoin,
+    VersionHead,
+    View,
+    member_id,
+)
 from engine.errors import InvalidInput, StateConflict
 from engine.records import record_bytes
 from transports.p2p.roster import Roster
@@ -26,7 +37,6 @@ LAST_PAUSE_S = 30.0
 FIRST_REST_S = 2.0
 LAST_REST_S = 300.0
 MAX_MEMBERS = 4096
-CarrierChoice = Literal["auto", "gloo", "nccl"]
 
 
 @dataclass
@@ -45,6 +55,8 @@ class _Group:
     carrier: Carrier
     until_s: float
     roster: Roster
+    share: float
+    """Of all lanes, what one receiver rank holds at most."""
     address: str = ""
     plans: dict[str, str] = field(default_factory=dict)
     open: bool = False
@@ -60,10 +72,15 @@ class _Group:
     def members(self) -> list[str]:
         return [*self.senders, *self.receivers]
 
+    def has(self, sending: list[SenderJoin], receiving: list[ReceiverJoin]) -> bool:
+        """Whether these are its members."""
+        return self.members == [*map(member_id, sending), *map(member_id, receiving)]
+
 
 class Meeting:
-    """`timeout_s`: how long connecting, and one exchange, may take. `lease_s`: how long a daemon may be silent. On the
-    event loop only; every call ends with what it makes possible: a group, an exchange, or the end of one."""
+    """`timeout_s`: how long connecting, and one exchange, may take. `lease_s`: how long a daemon may be silent.
+    `max_bytes`: versions that would take a receiver rank more are passed over. On the event loop only; every call ends
+    with what it makes possible: a group, an exchange, or the end of one."""
 
     def __init__(
         self,
@@ -73,6 +90,7 @@ class Meeting:
         lease_s: float,
         carrier: CarrierChoice,
         bucket_bytes: int = 4 << 20,
+        max_bytes: int = 4 << 30,
         clock: Callable[[], float],
         notice: Callable[[str, dict[str, object]], object] = lambda kind, data: None,
     ) -> None:
@@ -81,6 +99,7 @@ class Meeting:
         self._lease_s = lease_s
         self._carrier: CarrierChoice = carrier
         self._bucket_bytes = bucket_bytes
+        self._max_bytes = max_bytes
         self._clock = clock
         self._notice = notice
         self._members: dict[str, _Member] = {}
@@ -235,10 +254,20 @@ class Meeting:
     # --- transitions ------------------------------------------------------------------------------------------------
 
     def _drop_lives_before(self, join: ReceiverJoin) -> None:
-        for other in list(self._members.values()):
-            their = other.join
-            if isinstance(their, ReceiverJoin) and their.receiver == join.receiver and their.life != join.life:
-                self._drop(other.id, "another life of its receiver joined")
+        """StateConflict if a daemon that lives has another receiver of this name."""
+        lives = [
+            (m.id, m.join.daemon)
+            for m in self._members.values()
+            if isinstance(m.join, ReceiverJoin) and m.join.receiver == join.receiver and m.join.life != join.life
+        ]
+        if other := next((daemon for _, daemon in lives if daemon != join.daemon), None):
+            raise StateConflict(
+                f"receiver {join.receiver!r} takes part through daemon {other} already.",
+                remedy="Give every receiver of a run a name of its own. If that daemon is dead, this one's turn comes "
+                f"when it has been silent for {self._lease_s:g} s.",
+            )
+        for member, _ in lives:
+            self._drop(member, "another life of its receiver joined")
 
     def _drop(self, member: str, why: str) -> None:
         if self._members.pop(member, None) is None:
@@ -294,7 +323,7 @@ class Meeting:
             return
         if failed:
             self._failures += 1
-            pause_s = min(LAST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self._failures - 1))
+            pause_s = min(LAST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(self._failures - 1, 9))
             self._not_before_s = self._clock() + pause_s
             self._trouble = why
             log.warning("run %s: group %s is over: %s", self.run, g.id, why)
@@ -314,7 +343,7 @@ class Meeting:
     def _settle(self) -> None:
         g = self._group
         wanted = self._wanted()
-        if g is not None and not g.waiting and wanted is not None and wanted != (g.senders, g.receivers):
+        if g is not None and not g.waiting and wanted is not None and not g.has(*wanted):
             self._dissolve("its members changed", failed=False)
             g = None
         if g is None and wanted is not None and self._clock() >= self._not_before_s:
@@ -322,55 +351,29 @@ class Meeting:
         elif g is not None and g.open and not g.waiting and not g.doomed:
             self._begin(g)
 
-    def _wanted(self) -> tuple[list[str], list[str]] | None:
-        """All ranks of the newest launch, and every receiver all of whose ranks are there; None if one side is missing.
-        A launch of a higher epoch takes the place of the one before as soon as one of its ranks is here."""
-        joins = [m.join for m in self._members.values()]
-        epoch = max((j.epoch for j in joins if isinstance(j, SenderJoin)), default=0)
-        ranks = {j.rank: j for j in joins if isinstance(j, SenderJoin) and j.epoch == epoch}
-        if not ranks or len(ranks) < next(iter(ranks.values())).world:
-            return None
-        engines: dict[str, dict[int, ReceiverJoin]] = {}
-        for j in joins:
-            if isinstance(j, ReceiverJoin):
-                engines.setdefault(j.receiver, {})[j.rank] = j
-        found = {name: e for name, e in sorted(engines.items()) if len(e) == next(iter(e.values())).ranks}
-        if not found:
-            return None
-        # Who is in a group already stays in it: it was let in because everybody had to rest.
-        now, seated = (
-            self._clock(),
-            set() if self._group is None else set(map(self._receiver_of, self._group.receivers)),
+    def _wanted(self) -> tuple[list[SenderJoin], list[ReceiverJoin]] | None:
+        """Who is to be in a group now. Who is in one already stays in it: it was let in because everybody had to
+        rest."""
+        now_s = self._clock()
+        seated = set() if self._group is None else set(map(self._receiver_of, self._group.receivers))
+        return choose(
+            (m.join for m in self._members.values()),
+            lambda name: name in seated or self._rests.get(name, now_s) <= now_s,
         )
-        rested = [e for name, e in found.items() if name in seated or self._rests.get(name, now) <= now]
-        whole = rested or list(found.values())
-        return [member_id(ranks[r]) for r in sorted(ranks)], [member_id(e[r]) for e in whole for r in sorted(e)]
 
-    def _form(self, senders: list[str], receivers: list[str]) -> None:
-        sending = [j for m in senders if isinstance(j := self._members[m].join, SenderJoin)]
-        receiving = [j for m in receivers if isinstance(j := self._members[m].join, ReceiverJoin)]
-        tensors = {t.name: t for j in sending for t in j.tensors}
-        roster = Roster(
-            run=self.run,
-            epoch=sending[0].epoch,
-            launch=sending[0].launch,
-            tensors=[tensors[n] for n in sorted(tensors)],
-            senders=[j.slices for j in sending],
-            receivers=[j.tensors for j in receiving],
-        )
-        devices = [*(j.device for j in sending), *(j.device for j in receiving)]
-        distinct = all(devices) and len(set(devices)) == len(devices)
+    def _form(self, sending: list[SenderJoin], receiving: list[ReceiverJoin]) -> None:
+        roster = roster_of(self.run, sending, receiving)
         self._group = g = _Group(
             id=secrets.token_hex(8),
-            senders=senders,
-            receivers=receivers,
-            epoch=sending[0].epoch,
-            # NCCL refuses two ranks on one GPU, and has no use for a rank without one.
-            carrier="nccl" if self._carrier == "nccl" or (self._carrier == "auto" and distinct) else "gloo",
+            senders=list(map(member_id, sending)),
+            receivers=list(map(member_id, receiving)),
+            epoch=roster.epoch,
+            carrier=carrier_for(self._carrier, [*sending, *receiving]),
             until_s=self._clock() + 1.5 * self._timeout_s,
             roster=roster,
+            share=largest_share(roster),
         )
-        self._notice("p2p-group-forming", {"group": g.id, "senders": len(senders), "receivers": len(receivers)})
+        self._notice("p2p-group-forming", {"group": g.id, "senders": len(sending), "receivers": len(receiving)})
         self._bump()
 
     def _begin(self, g: _Group) -> None:
@@ -381,7 +384,7 @@ class Meeting:
         if head.epoch != g.epoch or (self._last is not None and head.version <= self._last):
             return
         self._last, self._exchange = head.version, {}
-        if not any(o.skip for o in offers):
+        if sum(o.bytes for o in offers) * g.share <= self._max_bytes:
             g.go, g.waiting = head, set(g.members)
             g.until_s = self._clock() + 1.5 * self._timeout_s
         self._bump()
@@ -390,10 +393,3 @@ class Meeting:
         self._seq += 1
         event, self._changed = self._changed, asyncio.Event()
         event.set()
-
-
-def member_id(join: SenderJoin | ReceiverJoin) -> str:
-    """What the member is called."""
-    if isinstance(join, SenderJoin):
-        return f"trainer:{join.launch}:{join.rank}"
-    return f"receiver:{join.receiver}:{join.life}:{join.rank}"

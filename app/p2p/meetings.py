@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 
 from app.events import EventBus
 from app.p2p.meeting import Meeting
 from app.settings import Settings
 from engine.errors import StateConflict
+
+log = logging.getLogger(__name__)
 
 MAX_RUNS = 256
 TICK_S = 0.25
@@ -45,6 +48,7 @@ class Meetings:
                 lease_s=settings.p2p_lease_s,
                 carrier=settings.p2p_carrier,
                 bucket_bytes=settings.p2p_bucket_bytes,
+                max_bytes=settings.p2p_max_bytes,
                 clock=time.monotonic,
                 notice=lambda kind, data: self._events.publish(kind, run, **data),
             )
@@ -63,4 +67,7 @@ class Meetings:
         while True:
             await asyncio.sleep(TICK_S)
             for meeting in list(self._meetings.values()):
-                meeting.tick()
+                try:
+                    meeting.tick()
+                except Exception:  # one run's trouble is not the others'
+                    log.exception("the meeting of run %s", meeting.run)

@@ -5,18 +5,19 @@ One invariant: every message may be repeated; the coordinator's answers are the 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, model_validator
 
 from clients.groups import GroupId
-from clients.protocol import Model
+from clients.protocol import Model, ReceiverName
 from engine.records.models import Count, LaunchId, Sha256, TensorMeta
 from transports.p2p.roster import RosterSlice, RosterTensor
 
 MemberId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9:._-]{0,255}$")]
 DaemonId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9:._-]{0,255}$")]
 Carrier = Literal["gloo", "nccl"]
+WHY_CHARS = 1000
 
 
 class SenderJoin(Model):
@@ -38,8 +39,8 @@ class ReceiverJoin(Model):
 
     kind: Literal["receiver"] = "receiver"
     daemon: DaemonId
-    receiver: str
-    life: str
+    receiver: ReceiverName
+    life: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]{1,32}$")]
     rank: Count
     ranks: Annotated[int, Field(ge=1)]
     tensors: list[RosterTensor]
@@ -47,6 +48,13 @@ class ReceiverJoin(Model):
 
 
 Join = Annotated[SenderJoin | ReceiverJoin, Field(discriminator="kind")]
+
+
+def member_id(join: Join) -> str:
+    """What the member is called: one that joins again is called the same."""
+    if isinstance(join, SenderJoin):
+        return f"trainer:{join.launch}:{join.rank}"
+    return f"receiver:{join.receiver}:{join.life}:{join.rank}"
 
 
 class Joined(Model):
@@ -63,10 +71,10 @@ class VersionHead(Model):
 
 
 class Offer(Model):
-    """A sender has read the version. `skip`: it is too large to be buffered; receivers take it from the store."""
+    """A sender has read the version. `bytes`: about what a receiver that holds everything would buffer of it."""
 
     head: VersionHead
-    skip: bool = False
+    bytes: Count = 0
 
 
 class Report(Model):
@@ -76,15 +84,21 @@ class Report(Model):
     group, because of member `lost` where that is another one."""
 
     what: Literal["hosting", "connected", "done", "failed"]
-    address: str = ""
+    address: Annotated[str, StringConstraints(max_length=512)] = ""
     plan: Sha256 | None = None
     version: Count | None = None
     bytes: Count = 0
     entries: Count = 0
     pairs: dict[int, Count] = Field(default_factory=dict)
     ms: Annotated[float, Field(ge=0)] = 0.0
-    why: str = ""
+    why: Annotated[str, StringConstraints(max_length=WHY_CHARS)] = ""
     lost: Count | None = None
+
+    @model_validator(mode="after")
+    def _says_enough(self) -> Self:
+        if self.what == "connected" and self.plan is None:
+            raise ValueError("who has connected says which plan it computed")
+        return self
 
 
 class GroupView(Model):

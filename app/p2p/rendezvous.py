@@ -12,18 +12,19 @@ import contextlib
 import hashlib
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 from pydantic import BaseModel
 
+from app.p2p.errors import GroupOver, RankGone, lost_member
 from app.p2p.member import Member, Seat
-from app.p2p.messages import GroupView, Joined, Offer, Report, VersionHead, View
+from app.p2p.messages import WHY_CHARS, GroupView, Joined, Offer, Report, VersionHead, View, member_id
 from clients.errors import ClientError
 from clients.http import AsyncSender, Call, Options, nothing, one
-from engine.errors import DteError, StateConflict
+from engine.errors import DteError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -32,24 +33,7 @@ WAIT_S = 5.0
 FIRST_PAUSE_S = 0.2
 LAST_PAUSE_S = 10.0
 OFFER_S = 1.0
-
-
-def lost_member(error: BaseException) -> int | None:
-    """Number of the group's member that an error blames, if it is another one than who reports it."""
-    found = getattr(error, "member", None)
-    return found if isinstance(found, int) else None
-
-
-class GroupOver(StateConflict):
-    """The group has ended while something was going on in it."""
-
-    code = "p2p-group-over"
-
-
-class RankGone(DteError):
-    """A member's process has ended, and its end of the group with it."""
-
-    code = "p2p-rank-gone"
+FASTEST_S = 0.5
 
 
 class Rendezvous:
@@ -72,6 +56,9 @@ class Rendezvous:
         self._followers: dict[Member, asyncio.Task[None]] = {}
         self._names: dict[Member, str] = {}
         self._left: dict[Member, str] = {}
+        self._entering: set[str] = set()
+        self._known: set[str] = set()
+        """Names under which members of this daemon have joined, and may be known to the coordinator still."""
         self._rosters: dict[str, asyncio.Future[tuple[Path, str]]] = {}
         self._changed = asyncio.Event()
         self._poll: asyncio.Task[None] | None = None
@@ -97,6 +84,7 @@ class Rendezvous:
                 # Said first: a rank that does not answer may keep the task for a while.
                 with contextlib.suppress(ClientError, TimeoutError):
                     await self._send("DELETE", f"members/{name}", within_s=OFFER_S)
+                    self._known.discard(name)
             await asyncio.wait([task])
         if not self._followers:
             await self._rest()
@@ -133,7 +121,7 @@ class Rendezvous:
         group, name = self.seat_of(member), self._names.get(member)
         if group is not None and name is not None:
             with contextlib.suppress(ClientError, TimeoutError):
-                report = Report(what="failed", why=why[:1000])
+                report = Report(what="failed", why=why[:WHY_CHARS])
                 await self._send("POST", f"groups/{group.id}/reports/{name}", report, within_s=OFFER_S)
 
     def seat_of(self, member: Member) -> GroupView | None:
@@ -163,12 +151,15 @@ class Rendezvous:
         return await self._http.send(Call("GET", f"/p2p/{self.run}", one(View), params=params, wait_s=wait_s))
 
     async def _look(self) -> None:
-        silent = False
+        silent, loop = False, asyncio.get_running_loop()
         while True:
             try:
-                tag = "" if self.view is None else self.view.tag
+                tag, asked_s = "" if self.view is None else self.view.tag, loop.time()
                 self._see(await self._get_view(tag, WAIT_S))
                 silent = False
+                await self._take_out_ghosts()
+                if self.view is not None and self.view.tag == tag and loop.time() - asked_s < FASTEST_S:
+                    await asyncio.sleep(FASTEST_S)  # a coordinator that shuts down lets nobody wait
             except ClientError as error:
                 if not silent:
                     log.warning("run %s: the P2P coordinator does not answer: %s", self.run, error)
@@ -178,6 +169,15 @@ class Rendezvous:
             except Exception:
                 log.exception("run %s: looking at the P2P group failed", self.run)
                 await asyncio.sleep(1.0)
+
+    async def _take_out_ghosts(self) -> None:
+        """Members whose leave was lost: others would wait for them as long as this daemon lives."""
+        if self.view is None:
+            return
+        present = self._entering.union(self._names.values())
+        for name in sorted(self._known.intersection(self.view.members) - present):
+            await self._send("DELETE", f"members/{name}", within_s=OFFER_S)
+            self._known.discard(name)
 
     def _see(self, view: View | None) -> None:
         known = self.view
@@ -220,9 +220,15 @@ class Rendezvous:
 
     async def _join(self, member: Member) -> str:
         body = await member.join(self._daemon)
-        name = (await self._http.send(Call("POST", f"/p2p/{self.run}/members", one(Joined), body=body))).member
-        self._see(await self._get_view("", 0.0))
-        self._names[member] = name
+        name = member_id(body)
+        self._known.add(name)
+        self._entering.add(name)
+        try:
+            await self._http.send(Call("POST", f"/p2p/{self.run}/members", one(Joined), body=body))
+            self._see(await self._get_view("", 0.0))
+            self._names[member] = name
+        finally:
+            self._entering.discard(name)
         if (group := self.seat_of(member)) is not None and group.id == self._left.get(member):
             # Left while the coordinator was away, which still counts on it.
             await self.give_up(member, "it left the group")
@@ -251,13 +257,13 @@ class Rendezvous:
             if not life.done():
                 await member.leave(group.id)  # ends what is going on, so that the next group need not wait for it
                 await asyncio.wait([life])
-            error = life.exception()
+            error = GroupOver(f"P2P group {group.id} is over.") if life.cancelled() else life.exception()
             if error is not None:
                 why = str(error) if isinstance(error, DteError) else f"{type(error).__name__}: {error}"
                 if not isinstance(error, GroupOver) and not over.done():
                     with contextlib.suppress(ClientError, TimeoutError):
                         await self._report(
-                            name, group.id, Report(what="failed", why=why[:1000], lost=lost_member(error))
+                            name, group.id, Report(what="failed", why=why[:WHY_CHARS], lost=lost_member(error))
                         )
                     raise error
                 if not isinstance(error, DteError):
@@ -285,7 +291,8 @@ class Rendezvous:
             await self._report(name, group.id, Report(what="hosting", address=address))
         else:
             address = await self.until(lambda: self._group(group.id).address or None)
-        path, sha256 = await self._roster(group.id)
+        over = GroupOver(f"P2P group {group.id} is over.")
+        path, sha256 = await _before(self._over(group.id), self._roster(group.id), over)
         side = rank if rank < group.senders else rank - group.senders
         seat = Seat(
             group=group.id,
@@ -325,17 +332,11 @@ class Rendezvous:
 
     async def _go(self, member: Member, group: str, after: int) -> VersionHead:
         """The next version to exchange. GroupOver when there will be none, RankGone if the rank's process ends."""
-        go = asyncio.ensure_future(self.until(lambda: self._next_go(group, after)))
-        gone = asyncio.ensure_future(member.gone())
-        try:
-            await asyncio.wait([go, gone], return_when=asyncio.FIRST_COMPLETED)
-            if not go.done():
-                raise RankGone("the rank's process has ended.")
-            return go.result()
-        finally:
-            for task in (go, gone):
-                task.cancel()
-            await asyncio.gather(go, gone, return_exceptions=True)
+        return await _before(
+            member.gone(),
+            self.until(lambda: self._next_go(group, after)),
+            RankGone("the rank's process has ended."),
+        )
 
     def _next_go(self, group: str, after: int) -> VersionHead | None:
         view = self.view
@@ -348,9 +349,9 @@ class Rendezvous:
         """The group's roster in a local file, downloaded once for all members of this daemon."""
         known = self._rosters.get(group)
         if known is None:
-            known = self._rosters[group] = asyncio.ensure_future(self._download(group))
-            for old in [g for g in self._rosters if g != group]:
-                self._rosters.pop(old).cancel()
+            known = asyncio.ensure_future(self._download(group))
+            known.add_done_callback(lambda f: f.cancelled() or f.exception())  # whoever still waits for it gets it
+            self._rosters = {group: known}
         return await asyncio.shield(known)
 
     async def _download(self, group: str) -> tuple[Path, str]:
@@ -378,3 +379,17 @@ class Rendezvous:
     ) -> None:
         async with asyncio.timeout(within_s):
             await self._http.send(Call(method, f"/p2p/{self.run}/{path}", nothing, body=body))
+
+
+async def _before(end: Coroutine[Any, Any, Any], wanted: Coroutine[Any, Any, T], error: DteError) -> T:
+    """What `wanted` gives; raises `error` if `end` comes first."""
+    ending, giving = asyncio.ensure_future(end), asyncio.ensure_future(wanted)
+    try:
+        await asyncio.wait([ending, giving], return_when=asyncio.FIRST_COMPLETED)
+        if not giving.done():
+            raise error
+        return giving.result()
+    finally:
+        for task in (ending, giving):
+            task.cancel()
+        await asyncio.gather(ending, giving, return_exceptions=True)

@@ -6,6 +6,7 @@ whatever becomes of the offer.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from typing import TypeVar
@@ -14,14 +15,23 @@ from app.p2p.member import Member, Moved, Seat
 from app.p2p.messages import Join, Offer, SenderJoin, VersionHead
 from app.p2p.rendezvous import Rendezvous
 from app.publisher.link import WorkerLink
+from app.publisher.worker_handle import WorkerHandle
 from app.roles.base import Node
 from app.worker import protocol as p
 from clients.protocol import Model, RankRegistration
-from engine.errors import DteError
+from engine.errors import DteError, StateConflict
 from transports.p2p.roster import RosterSlice
 
 log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Model)
+PROMPT_S = 5.0
+"""How long a worker may take to answer what it can answer at once."""
+
+
+class WorkerSilent(DteError):
+    """A worker does not answer what concerns its P2P group. Versions go on through the store."""
+
+    code = "worker-silent"
 
 
 class TrainerMember(Member):
@@ -33,6 +43,8 @@ class TrainerMember(Member):
         self._registration = registration
         self._epoch = epoch
         self._rendezvous: Rendezvous | None = None
+        self._handle: WorkerHandle | None = None
+        """The worker that is in a group, or enters one."""
 
     def enter(self) -> None:
         """Take part from now on."""
@@ -49,10 +61,9 @@ class TrainerMember(Member):
         if self._rendezvous is None or self._rendezvous.view is None:
             return  # nobody to tell
         try:
-            pinned = await self._ask(p.P2PPin(version=version), p.P2PPinned)
+            pinned = await self._ask(await self._link.ready(), p.P2PPin(version=version), p.P2PPinned, PROMPT_S)
             head = VersionHead(epoch=pinned.epoch, version=pinned.version, base=pinned.base, step=pinned.step)
-            skip = pinned.bytes > self._node.settings.p2p_max_bytes
-            if not await self._rendezvous.offer(self, Offer(head=head, skip=skip)):
+            if not await self._rendezvous.offer(self, Offer(head=head, bytes=pinned.bytes)):
                 self._node.degraded.count("p2p-not-offered", detail=f"rank {self._registration.rank}, {version}")
         except Exception as error:
             # It would be so with every version in this group.
@@ -64,7 +75,7 @@ class TrainerMember(Member):
 
     async def join(self, daemon: str) -> Join:
         r = self._registration
-        known = await self._ask(p.P2PSlices(), p.P2PSlicesDone)
+        known = await self._ask(await self._link.ready(), p.P2PSlices(), p.P2PSlicesDone, self._patience_s)
         return SenderJoin(
             daemon=daemon,
             launch=r.launch,
@@ -77,13 +88,16 @@ class TrainerMember(Member):
         )
 
     async def host(self, group: str) -> str:
+        self._handle = await self._link.ready()
         request = p.P2PHost(group=group, host=self._node.settings.p2p_address)
-        return (await self._ask(request, p.P2PHosted)).address
+        return (await self._ask(self._handle, request, p.P2PHosted, self._patience_s)).address
 
     async def connect(self, seat: Seat) -> str:
         settings = self._node.settings
         place = seat.place(bind_host=settings.p2p_address, timeout_s=settings.p2p_timeout_s)
-        return (await self._ask(p.P2PConnect(**place.model_dump()), p.P2PConnected)).plan
+        self._handle = await self._link.ready()
+        request = p.P2PConnect(**place.model_dump())
+        return (await self._ask(self._handle, request, p.P2PConnected, self._patience_s)).plan
 
     async def exchange(self, seat: Seat, head: VersionHead) -> Moved:
         settings = self._node.settings
@@ -93,23 +107,39 @@ class TrainerMember(Member):
             bucket_bytes=seat.bucket_bytes,
             timeout_s=settings.p2p_timeout_s,
         )
-        sent = await self._ask(request, p.P2PSent)
+        sent = await self._ask(self._entered(), request, p.P2PSent, self._patience_s)
         self._node.metrics.p2p_bytes.labels("sent").inc(sent.bytes)
         self._node.metrics.stage_seconds.labels("p2p-send").observe(sent.ms / 1e3)
         return Moved(sent.entries, sent.bytes, sent.ms, sent.pairs)
 
     async def leave(self, group: str) -> None:
+        handle, self._handle = self._handle, None
         with contextlib.suppress(DteError):
-            if self._link.pid is not None:
-                await self._ask(p.P2PLeave(group=group), p.Done)
+            if handle is not None and handle.alive:  # a worker that died has forgotten its group
+                await self._ask(handle, p.P2PLeave(group=group), p.Done, PROMPT_S)
 
     async def gone(self) -> None:
-        await (await self._link.ready()).wait_ended()
+        await self._entered().wait_ended()
 
     def settled(self, group: str, version: int, problem: str) -> None:
         if problem:
             self._node.degraded.count("p2p-failed", detail=f"sending version {version}: {problem}")
 
-    async def _ask(self, request: Model, reply: type[M]) -> M:
-        """Ask the worker once: a worker that died has forgotten its group."""
-        return await (await self._link.ready()).call(request, reply)
+    def _entered(self) -> WorkerHandle:
+        """The worker that is in the group; StateConflict if it has been left."""
+        if self._handle is None:
+            raise StateConflict("this rank has left its P2P group.")
+        return self._handle
+
+    @property
+    def _patience_s(self) -> float:
+        return 2 * self._node.settings.p2p_timeout_s
+
+    @staticmethod
+    async def _ask(handle: WorkerHandle, request: Model, reply: type[M], within_s: float) -> M:
+        """Ask this worker, once."""
+        try:
+            async with asyncio.timeout(within_s):
+                return await handle.call(request, reply)
+        except TimeoutError:
+            raise WorkerSilent(f"the worker process {handle.pid} has not answered for {within_s:g} s.") from None

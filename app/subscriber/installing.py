@@ -17,14 +17,14 @@ from app.subscriber.lane import Lane
 from app.subscriber.standing import Standing
 from app.subscriber.targets import Step, Targets, chunk_refs
 from clients.protocol import ReceiverState
-from clients.rollout.protocol import TargetBody
-from engine.errors import CodecError, DteError
+from clients.rollout.protocol import ReceiverGone, TargetBody
+from engine.errors import DteError
 from engine.records.models import CommitDecision
 
 log = logging.getLogger(__name__)
 
-_NOT_ALL_THERE = frozenset({"not-received", "wrong-result", CodecError.code, "invalid-input", "layout"})
-"""Why a version that was received can still be had from the store."""
+_NOT_FOR_THE_STORE = frozenset({"wrong-base", "live-changed", "fenced-off", ReceiverGone.code})
+"""Why a version that was received cannot be had from the store either."""
 
 
 class Installer:
@@ -68,7 +68,7 @@ class Installer:
         try:
             await self._install(engine, self._targets.body(step, received=group), {"receive": wait_ms}, [])
         except DteError as error:
-            if error.code not in _NOT_ALL_THERE or isinstance(error, HalfWritten) or engine.dirty:
+            if error.code in _NOT_FOR_THE_STORE or isinstance(error, HalfWritten) or engine.dirty:
                 raise
             log.warning("receiver %s: version %d as received: %s", self._standing.name, step.version, error)
             self._degraded.count("p2p-rejected", detail=f"receiver {self._standing.name}, version {step.version}")

@@ -115,9 +115,11 @@ class Receiver:
                     self._connected = False
                     self.standing.forget()
                     lane, self._lane = self._lane, None
-                    if lane is not None:
-                        await lane.aclose()
-                    await engine.aclose()
+                    try:
+                        if lane is not None:
+                            await lane.aclose()
+                    finally:  # this task may be cancelled while a rank does not answer
+                        await engine.aclose()
             except ReceiverGone as error:
                 self.standing.forget()
                 self.standing.become(ReceiverState.LOST, error)

@@ -42,7 +42,15 @@ class Room:
         )
 
     def receiver(
-        self, name: str = "a", rank: int = 0, ranks: int = 1, *, life: str = "1", daemon: str = "r", device: str = ""
+        self,
+        name: str = "a",
+        rank: int = 0,
+        ranks: int = 1,
+        *,
+        life: str = "1",
+        daemon: str = "r",
+        device: str = "",
+        held: int = 8,
     ) -> str:
         return self.meeting.join(
             ReceiverJoin(
@@ -51,7 +59,7 @@ class Room:
                 life=life,
                 rank=rank,
                 ranks=ranks,
-                tensors=[RosterTensor(names=["w"], shape=(8,), dtype="bfloat16", held=8)],
+                tensors=[RosterTensor(names=["w"], shape=(8,), dtype="bfloat16", held=held)],
                 device=device,
             )
         )
@@ -65,9 +73,9 @@ class Room:
             self.meeting.report(group.id, member, Report(what="connected", plan=PLAN))
         return group.id
 
-    def offer(self, member: str, version: int, *, skip: bool = False, step: int | None = None, epoch: int = 1) -> None:
+    def offer(self, member: str, version: int, *, size: int = 0, step: int | None = None, epoch: int = 1) -> None:
         head = VersionHead(epoch=epoch, version=version, base=version - 1, step=version if step is None else step)
-        self.meeting.offer(member, Offer(head=head, skip=skip))
+        self.meeting.offer(member, Offer(head=head, bytes=size))
 
     def done(self, *members: str) -> None:
         group = self.meeting.view().group
@@ -128,16 +136,24 @@ def test_an_exchange_begins_when_all_senders_offer_the_same_and_each_version_onc
 
 
 def test_a_version_that_is_too_large_is_passed_over() -> None:
-    room = Room()
+    """What all ranks have of it, as far as one receiver rank holds it, is what that rank would buffer."""
+    room = Room(max_bytes=100)
     one, two = room.sender(0, 2), room.sender(1, 2)
     room.receiver()
     room.open()
-    room.offer(one, 1)
-    room.offer(two, 1, skip=True)
+    room.offer(one, 1, size=60)
+    room.offer(two, 1, size=60)
     assert (room.go(), room.meeting.view().last) == (None, 1)
-    room.offer(one, 2)
-    room.offer(two, 2)
+    room.offer(one, 2, size=60)
+    room.offer(two, 2, size=40)
     assert room.go() == 2
+    room = Room(max_bytes=100)
+    one = room.sender()
+    for rank in range(2):
+        room.receiver("two", rank, 2, held=4)
+    room.open()
+    room.offer(one, 1, size=200)
+    assert room.go() == 1
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -300,6 +316,38 @@ def test_silence_ends_leases_connecting_and_exchanges() -> None:
         room.meeting.tick()
     assert room.meeting.view().group is None or room.meeting.view().group.id != group  # type: ignore[union-attr]
     assert to not in room.meeting.view().members
+
+
+def test_failures_without_end_only_make_pauses_longer() -> None:
+    room = Room()
+    room.sender()
+    room.receiver()
+    for _ in range(1100):
+        group = room.meeting.view().group
+        assert group is not None
+        room.meeting.report(group.id, group.members[0], Report(what="failed", why="no way"))
+        assert room.meeting.view().group is None
+        room.sender()
+        room.now_s += 31
+        room.meeting.seen("t")
+        room.meeting.seen("r")
+        room.meeting.tick()
+
+
+def test_a_name_is_one_daemons_for_as_long_as_that_lives() -> None:
+    room = Room()
+    room.sender()
+    first = room.receiver(life="1", daemon="r")
+    room.open()
+    with pytest.raises(StateConflict, match="through daemon r already"):
+        room.receiver(life="2", daemon="other")
+    group = room.meeting.view().group
+    assert group is not None
+    assert (group.state, first in group.members) == ("open", True)
+    room.now_s += 6
+    room.meeting.seen("t")
+    room.meeting.tick()
+    assert room.receiver(life="2", daemon="other") in room.meeting.view().members
 
 
 def test_another_life_of_a_receiver_takes_the_place_of_the_first() -> None:

@@ -175,3 +175,64 @@ async def test_a_member_that_fails_joins_again(house: House) -> None:
     assert await run.offer(one, Offer(head=head))
     await house.until(lambda: run.view and "broken" in run.view.trouble)
     await house.until(lambda: run.view and any(m.startswith("receiver") for m in run.view.members))
+
+
+@pytest.mark.timeout(60)
+async def test_a_coordinator_that_shuts_down_is_not_asked_without_a_pause(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its long polls end at once then."""
+    monkeypatch.setattr("app.api.p2p.POLL_END_S", 0.01)
+    run = await house.run("r")
+    run.add(trainer())
+    await house.until(lambda: run.view and run.view.members)
+    house.hub.meetings._events.close()
+    before = house.asked.total()
+    await house.until(lambda: house.asked.total() > before)
+    await turns()
+    assert house.asked.total() - before < 5
+
+
+async def test_a_group_that_ends_while_its_roster_is_downloaded_takes_nobody_along(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await house.run("r")
+    download, held = run._download, asyncio.Event()
+
+    async def slow(group: str) -> Any:
+        await held.wait()
+        return await download(group)
+
+    monkeypatch.setattr(run, "_download", slow)
+    members = [trainer(), receiver("a")]
+    for member in members:
+        run.add(member)
+    await house.until(lambda: run._rosters)
+    run.add(late := receiver("b"))
+    await house.until(lambda: len(run._rosters) and len(run.view.group.members) == 3)
+    await house.until(lambda: run.view.group.id in run._rosters)
+    held.set()
+    await house.until(lambda: run.view.group.state == "open")
+    assert members[0].groups[-1] == members[1].groups[-1] == late.groups[-1] == run.view.group.id
+
+
+async def test_a_member_whose_leave_was_lost_is_taken_out_later(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = await house.run("r")
+    one, two, three = trainer(), receiver("a"), receiver("b")
+    for member in (one, two, three):
+        run.add(member)
+    await house.until(lambda: run.view and run.view.group and len(run.view.group.members) == 3)
+    send, lost = run._send, []
+
+    async def lossy(method: str, path: str, *args: Any, **more: Any) -> None:
+        if method == "DELETE" and not lost:
+            lost.append(path)
+            raise TimeoutError
+        await send(method, path, *args, **more)
+
+    monkeypatch.setattr(run, "_send", lossy)
+    await run.remove(two)
+    assert lost
+    house.hub.meetings.get("r")._bump()  # anything happens there
+    await house.until(lambda: not any(m.startswith("receiver:a:") for m in run.view.members))
+    await house.until(lambda: run.view.group and len(run.view.group.members) == 2)
