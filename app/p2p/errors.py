@@ -21,3 +21,9 @@ class RankGone(DteError):
     """A member's process has ended, and its end of the group with it."""
 
     code = "p2p-rank-gone"
+
+
+class WorkerSilent(DteError):
+    """A worker does not answer what concerns its P2P group. Versions go on through the store."""
+
+    code = "worker-silent"

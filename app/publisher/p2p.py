@@ -11,6 +11,7 @@ import contextlib
 import logging
 from typing import TypeVar
 
+from app.p2p.errors import WorkerSilent
 from app.p2p.member import Member, Moved, Seat
 from app.p2p.messages import Join, Offer, SenderJoin, VersionHead
 from app.p2p.rendezvous import Rendezvous
@@ -26,12 +27,6 @@ log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Model)
 PROMPT_S = 5.0
 """How long a worker may take to answer what it can answer at once."""
-
-
-class WorkerSilent(DteError):
-    """A worker does not answer what concerns its P2P group. Versions go on through the store."""
-
-    code = "worker-silent"
 
 
 class TrainerMember(Member):
