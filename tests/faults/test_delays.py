@@ -39,7 +39,7 @@ def test_one_writer_is_very_late(cluster: Cluster, path: str) -> None:
 def test_a_stalled_coordinator_wakes_up(cluster: Cluster, lost: bool) -> None:
     """It stands still just before its decision is written; others decide, and go on by two versions; it wakes up."""
     cluster.settle()
-    hold = cluster.hold("PUT", r"/decision\.json")
+    hold = cluster.hold_decision()
     version = cluster.publish_step()
     hold.wait()
     stalled = cluster.number_of(hold.who)

@@ -58,7 +58,7 @@ def test_a_trainer_daemon_dies_while_it_publishes(cluster: Cluster, moment: str)
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "not-acknowledged"])
 def test_the_daemon_that_decides_dies(cluster: Cluster, after: bool) -> None:
-    hold = cluster.hold("PUT", r"/decision\.json", after=after)
+    hold = cluster.hold_decision(after=after)
     version = cluster.publish_step()
     hold.wait()
     cluster.kill_daemon(cluster.number_of(hold.who))
@@ -208,7 +208,7 @@ def test_a_trainer_rank_dies(cluster: Cluster, moment: str) -> None:
     if moment == "reading":
         version = _reading(cluster)
     elif moment == "complete":
-        hold = cluster.hold("PUT", r"/decision\.json", every=True)
+        hold = cluster.hold_decision(every=True)
         version = cluster.publish_step()
         hold.wait()
     saved = cluster.trainers[0].log.parent / "checkpoints" / cluster.launches[-1][0]

@@ -136,7 +136,7 @@ def test_resumed_trainers(cluster: Cluster) -> None:
 def test_a_complete_undecided_version_is_adopted(cluster: Cluster) -> None:
     """Everybody died between the last part and the decision; daemons that know nothing open the next epoch."""
     cluster.settle()
-    hold = cluster.hold("PUT", r"/decision\.json", every=True)
+    hold = cluster.hold_decision(every=True)
     version = cluster.publish_step()
     hold.wait()
     saved = cluster.checkpoint()

@@ -110,7 +110,7 @@ def test_all_die_before_a_complete_version_is_decided(begin: Callable[[str], Cre
     """The relaunch adopts it, and goes on from it with deltas."""
     crew = begin(shape)
     nodes, checkpoint = crew.nodes, str(tmp_path / "checkpoint")
-    hold = nodes.hold("PUT", r"/decision\.json", every=True)
+    hold = nodes.hold_decision(every=True)
     said = crew.publish_step()
     hold.wait()
     version = said["version"]

@@ -132,6 +132,10 @@ class Nodes:
             self.proxy[number].add(hold)
         return hold
 
+    def hold_decision(self, **options: Any) -> Hold:
+        """Hold the next decision, not what a daemon that is late sends of one that stands."""
+        return self.hold("PUT", rf"/versions/{self.next_number()}/decision\.json", **options)
+
     def clear_holds(self) -> None:
         for proxy in self.proxies:
             proxy.clear()

@@ -29,6 +29,7 @@ class Hold:
         self.done = threading.Event()
         self.lost = False
         self.who: StoreProxy | None = None
+        self._lock = threading.Lock()
         self._go = threading.Event()
 
     def wait(self) -> None:
@@ -45,11 +46,12 @@ class Hold:
         self._go.set()
 
     def takes(self, method: str, path: str, proxy: StoreProxy) -> bool:
-        if method != self.method or not self.path.search(path) or (self.reached.is_set() and not self.every):
-            return False
-        if self.who is None:
-            self.who = proxy
-        self.reached.set()
+        with self._lock:  # several daemons may come at once
+            if method != self.method or not self.path.search(path) or (self.reached.is_set() and not self.every):
+                return False
+            if self.who is None:
+                self.who = proxy
+            self.reached.set()
         return True
 
     def pause(self) -> None:
