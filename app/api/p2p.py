@@ -23,13 +23,16 @@ MemberPath = Annotated[str, Path(max_length=256, description="The member, as joi
 _OVER: dict[int | str, dict[str, Any]] = {
     409: {"model": Problem, "description": "The group is over, or the member has to join again."}
 }
+_TAKEN: dict[int | str, dict[str, Any]] = {
+    409: {"model": Problem, "description": "Another daemon has a receiver of this name."}
+}
 
 
 def p2p_router(meetings: Meetings) -> APIRouter:
     """The routes, bound to one coordinator."""
     router = APIRouter(tags=["p2p"])
 
-    @router.post("/p2p/{run}/members", summary="Join as a trainer rank or a receiver rank")
+    @router.post("/p2p/{run}/members", responses=_TAKEN, summary="Join as a trainer rank or a receiver rank")
     async def join(run: RunPath, join: Join) -> Joined:
         return Joined(member=meetings.get(run).join(join))
 
