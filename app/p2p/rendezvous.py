@@ -176,8 +176,9 @@ class Rendezvous:
             return
         present = self._entering.union(self._names.values())
         for name in sorted(self._known.intersection(self.view.members) - present):
-            await self._send("DELETE", f"members/{name}", within_s=OFFER_S)
-            self._known.discard(name)
+            with contextlib.suppress(ClientError, TimeoutError):  # again with the next view
+                await self._send("DELETE", f"members/{name}", within_s=OFFER_S)
+                self._known.discard(name)
 
     def _see(self, view: View | None) -> None:
         known = self.view
