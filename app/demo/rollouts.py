@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -103,11 +104,16 @@ class TorchRollouts:
         self.names = [f"rollout-{n}" for n in range(receivers)]
         self._transport = transport
         self._stage = stage
+        self._sockets = stage.workdir
         self._links: list[Link] = []
 
     def start(self, policy: Policy) -> None:
         """Start the receiver processes; `connect` waits for them."""
+        from clients.rollout.server import MAX_SOCKET_PATH
+
         stage = self._stage
+        if max(len(os.fsencode(self._socket(name, "link"))) for name in self.names) > MAX_SOCKET_PATH:
+            self._sockets = Path(stage.stack.enter_context(tempfile.TemporaryDirectory(prefix="dte-", dir="/tmp")))
         config = stage.workdir / "config.json"
         config.write_text(policy.config_json)
         threads = max(1, (os.cpu_count() or 1) // len(self.names))
@@ -159,4 +165,4 @@ class TorchRollouts:
         return Verdict(comparisons)
 
     def _socket(self, name: str, kind: str) -> Path:
-        return self._stage.workdir / f"{name}.{kind}.sock"
+        return self._sockets / f"{name}.{kind}.sock"

@@ -25,7 +25,7 @@ from torch import nn
 from clients.protocol import ReceiverRegistration
 from clients.rollout.core import ReceiverCore
 from clients.rollout.registrar import Registrar
-from clients.rollout.server import ReceiverServer
+from clients.rollout.server import MAX_SOCKET_PATH, ReceiverServer
 from engine.apply import Lanes, LiveCopy, LiveSet, LiveTensor, lane_count, view_of
 from engine.errors import InvalidInput
 from engine.layout.algebra import identity, scaled
@@ -203,8 +203,9 @@ def _gpu_of(model: nn.Module) -> str:
 
 def default_socket(name: str) -> Path:
     """A private, short path for this process's receiver socket."""
-    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-    return base / f"dte-{os.getuid()}" / f"{name[:40]}-{os.getpid()}.sock"
+    below = Path(f"dte-{os.getuid()}") / f"{name[:40]}-{os.getpid()}.sock"
+    bases = [Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()), Path("/tmp")]
+    return next((base / below for base in bases if len(os.fsencode(base / below)) <= MAX_SOCKET_PATH), bases[0] / below)
 
 
 class TorchReceiver:

@@ -151,7 +151,9 @@ def test_an_interrupted_demo_leaves_nothing(tmp_path: Path) -> None:
         "from tests.support.tiny_policy import load_tiny\n"
         "run_demo(DemoOptions(steps=1000), load_tiny)\n"
     )
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    folder = tmp_path / ("a" * 80)  # too long for a Unix socket
+    folder.mkdir()
+    environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
         [sys.executable, "-c", script],
         cwd=ROOT,
@@ -170,7 +172,7 @@ def test_an_interrupted_demo_leaves_nothing(tmp_path: Path) -> None:
         demo.send_signal(signal.SIGINT)
         demo.communicate(timeout=120)
         assert demo.returncode != 0
-    assert not list(tmp_path.glob("dte-demo-*"))
+    assert not list(folder.glob("dte-demo-*"))
     assert not shared_files(demo.pid)
     assert not [pid for pid in children if alive(pid)]
 
