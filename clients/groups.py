@@ -6,10 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
-from clients.protocol import Model
+from clients.protocol import AbsolutePath, Model
 from engine.records.models import Count, Sha256
 
-AbsolutePath = Annotated[str, StringConstraints(pattern=r"^/", max_length=4096)]
 GroupId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 
 

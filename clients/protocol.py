@@ -19,6 +19,7 @@ class Model(BaseModel):
 
 # --- trainer memory -------------------------------------------------------------------------------------------------
 
+AbsolutePath = Annotated[str, StringConstraints(pattern=r"^/", max_length=4096)]
 ShmName = Annotated[str, StringConstraints(pattern=r"^dte-[A-Za-z0-9._-]{1,200}$")]
 
 

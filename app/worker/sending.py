@@ -112,8 +112,8 @@ class GroupSender:
         """Keep the version in flight for sending, and the one before, whose exchange may just begin."""
         pinned = PinnedVersion(ledger, self._shapes, lanes_file)
         head = pinned.head
-        before = {v: p for v, p in self._pinned.items() if p.head.epoch == head.epoch and v < head.version}
-        self._pinned = dict(sorted(before.items())[1 - KEPT :]) | {head.version: pinned}
+        known = {v: p for v, p in self._pinned.items() if p.head.epoch == head.epoch and v < head.version}
+        self._pinned = dict(sorted([*known.items(), (head.version, pinned)])[-KEPT:])
         return p.P2PPinned(epoch=head.epoch, version=head.version, base=head.base, step=head.step, bytes=pinned.nbytes)
 
     def host(self, request: p.P2PHost) -> p.P2PHosted:

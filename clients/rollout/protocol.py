@@ -16,8 +16,8 @@ from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import Field, StringConstraints, ValidationError
 
-from clients.groups import AbsolutePath, GroupId
-from clients.protocol import Model
+from clients.groups import GroupId
+from clients.protocol import AbsolutePath, Model
 from engine.errors import CodecError, DteError
 from engine.records.models import BlockJson, Count, Digest, DType, RunId, Sha256, TensorDigest, TensorMeta, TensorName
 

@@ -13,8 +13,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from clients.groups import AbsolutePath
-from clients.protocol import Model
+from clients.protocol import AbsolutePath, Model
 from clients.rollout.protocol import ErrorBody, OwnerId, TargetBody
 from engine.errors import CodecError
 from engine.records.models import Count, RunId, TensorDigest

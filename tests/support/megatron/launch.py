@@ -117,9 +117,7 @@ class Session:
     their host took to import Megatron-Core.
     """
 
-    def __init__(
-        self, world: int, folder: Path, *, host: Host | None = None, env: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, world: int, folder: Path, host: Host, *, env: Mapping[str, str] | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.world = world
         self.folder = folder
@@ -136,14 +134,12 @@ class Session:
         self._buffers = [b""] * world
         self._killed: set[int] = set()
         self._selector = selectors.DefaultSelector()
-        self._own_host = Host(folder) if host is None else None
-        self._host = host or self._own_host
+        self._host = host
         self._pipes: list[IO[bytes]] = []
         self._answers: list[IO[bytes]] = []
         self._fork(env or {})
 
     def _fork(self, env: Mapping[str, str]) -> None:
-        assert self._host is not None
         theirs: list[int] = []
         for rank in range(self.world):
             task_end, tasks = os.pipe()
@@ -215,8 +211,6 @@ class Session:
         self.alive = False
         for pipe in self._pipes:
             pipe.close()  # a rank that has not said its pid yet ends by itself
-        if self._own_host is not None:
-            self._own_host.close()
         for handle in self._handles.values():
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
@@ -285,7 +279,6 @@ class Session:
             self._fail(why)
 
     def _fail(self, why: str) -> None:
-        assert self._host is not None
         self.close()
         raise RigError("\n".join([why, *(_tail(log) for log in [self._host.log, *self._logs])]))
 
@@ -311,7 +304,7 @@ class Rig:
         if session is None or not session.alive:
             self._started += 1
             folder = self._folder / f"session-{self._started}-world-{world}"
-            session = self._sessions[world] = Session(world, folder, host=self._host)
+            session = self._sessions[world] = Session(world, folder, self._host)
         return session
 
     def run(self, world: int, job: Job, scenario: str, *, timeout_s: float = TIMEOUT_S, **args: Any) -> list[Any]:
